@@ -1,4 +1,4 @@
-"""What is told where a meaning is not the model's."""
+"""The first difference of two meanings, told in words."""
 
 from __future__ import annotations
 

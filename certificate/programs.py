@@ -17,6 +17,8 @@ MESSAGES = (
     "parc.reduce_scatter_int8", "parc.all_gather_int8",
 )  # fmt: skip
 """The collectives that may run while other lines do."""
+MOST_TOLD = 3
+"""The most lines that are told where a build is not what its model is."""
 Settle = Callable[[str, Value], Value]
 
 
@@ -81,6 +83,10 @@ class Reader:
         self.table, self.tensors = table, Tensors(table, mesh)
         self._known: dict[tuple[Any, ...], tuple[Value, ...]] = {}
         """What lines make, by all that they read: what a backward recomputes is known from the forward."""
+        self.of_model = 0
+        """The number of meanings that the model has."""
+        self.other: list[str] = []
+        """The first lines that make of values of the model one that the model has not, with their places."""
 
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, and forget what was read with one."""
@@ -193,11 +199,18 @@ class Reader:
                 if name != "_":
                     self._check(type_, value, where, name)
                     values[name], types[name] = settle(name, value), type_
+                    if value.node >= self.of_model and not called and not type_.partial:
+                        self._tell(f"{where}: `{name}` = {line.op} ({line.origin})", line, values)
         returned = {key: values[name] for key, name in function.returns}
         try:
             return Returned(returned, frozenset(messages.left(function.returns)))
         except Refused as error:
             raise Refused(f"{program.file}: {error}") from None
+
+    def _tell(self, place: str, line: Line, values: Values) -> None:
+        """Remember a line with a new meaning, if what it reads is known to the model."""
+        if len(self.other) < MOST_TOLD and all(values[name].node < self.of_model for name in names_in(line.args)):
+            self.other.append(place)
 
     def _check(self, type_: Type, value: Value, where: str, name: str) -> None:
         if type_ is NO_TYPE:

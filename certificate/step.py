@@ -17,7 +17,6 @@ from typing import Any
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
 from .programs import Reader, Returned, Settle
-from .rows import inverse
 from .schedule import Action, check_schedule, read_schedule, stages_of
 from .tensors import MICROBATCH
 from .text import Function, Parameter, Program, Refused, Type, read_program, read_type
@@ -118,6 +117,7 @@ def _certify(step: Step) -> Proof:
     step.table.naming = True
     step.run_model()
     step.table.naming = False
+    step.reader.of_model = len(step.table.nodes)
     while True:
         try:
             return step.run_programs()
@@ -176,15 +176,14 @@ class Step:
         if forward is None:
             raise Refused("model.py has no function `forward`")
         self.whole = {p.binding: p.type.shape for function in functions.values() for p in function.parameters}
-        values = {p.name: self.outside(p) for p in forward.parameters}
+        counts = self._model_function("count", {})
+        scales = self._model_function("scale", {key: self.over_microbatches(value) for key, value in counts.items()})
+        values = {p.name: scales[p.binding] if p.binding in scales else self.outside(p) for p in forward.parameters}
         calls = self.reader.forward(forward, values)
         self.expected = {key: values[name] for key, name in forward.returns}
-        counts: dict[str, Value] = {}
-        if (count := functions.get("count")) is not None:
-            inside = {p.name: self.outside(p) for p in count.parameters}
-            self.reader.forward(count, inside)
-            counts = {key: self.over_microbatches(inside[name]) for key, name in count.returns}
-        self.scale = inverse(self.tensors, counts["count"]) if counts else self.table.constant(1)
+        if "loss" in self.expected and "scale" not in scales:
+            raise Refused("model.py does not say by what its loss is scaled")
+        self.scales = scales
         trained = {
             p.name: p.binding.partition(" ")[2]
             for p in forward.parameters
@@ -192,9 +191,18 @@ class Step:
         }
         self.gradients: dict[str, Value] = {}
         if any(action == "B" for _, action in self.build.programs):
-            start = {dict(forward.returns)["loss"]: self.scale}
+            start = {dict(forward.returns)["loss"]: scales["scale"]}
             found = self.reader.gradients(calls, start, list(trained))
             self.gradients = {trained[name]: self.over_microbatches(value) for name, value in found.items()}
+
+    def _model_function(self, name: str, known: Mapping[str, Value]) -> dict[str, Value]:
+        """Return what a function of the model returns, which may read what another one does; nothing if it has none."""
+        function = self.build.model.functions.get(name)
+        if function is None:
+            return {}
+        values = {p.name: known[p.binding] if p.binding in known else self.outside(p) for p in function.parameters}
+        self.reader.forward(function, values)
+        return {key: values[name] for key, name in function.returns}
 
     def over_microbatches(self, value: Value) -> Value:
         """Return the sum of a value over all microbatches."""
@@ -263,10 +271,13 @@ class Step:
         if (program := self.build.program(first, "SCALE")) is not None:
             results = self.run(program, self.shared).values
             self.shared |= results
-            scale = results["scale"]
-            if "unscale" in results:
-                scale = self.tensors.times(scale, results["unscale"])
-            self.same(program, "scale", scale, self.scale)
+            for key, value in results.items():
+                unscaled = key == "scale" and "unscale" in results
+                number = self.tensors.times(value, results["unscale"]) if unscaled else value
+                if key != "unscale":
+                    if key not in self.scales:
+                        raise Refused(f"{program.file}: returns `{key}`, which the model does not")
+                    self.same(program, key, number, self.scales[key])
         self.weights: dict[str, Returned] = {}
         for role in self.build.roles:
             program = self.build.programs.get((role, "UNSHARD"))
@@ -364,7 +375,7 @@ class Step:
         for role, parts in self.losses.items():
             total = {"loss": self.over_microbatches(self.tensors.plus(*parts))} if parts else {}
             known[role] = {**self.shared, **total}
-        expected = self.tensors.times(self.over_microbatches(self.expected["loss"]), self.scale)
+        expected = self.tensors.times(self.over_microbatches(self.expected["loss"]), self.scales["scale"])
         for role, returned in self._together("LOSS", known).items():
             self.same(self.build.programs[role, "LOSS"], "loss", returned.values["loss"], expected)
 
@@ -486,7 +497,8 @@ class Step:
         """Refuse a result that is not what the model says."""
         if not self._equal(value, expected):
             found = describe(self.table, value, expected)
-            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{found}")
+            lines = [f"makes of known values one that the model has not: {line}\n" for line in self.reader.other]
+            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{''.join(lines)}{found}")
 
 
 def _main(program: Program) -> Function:

@@ -217,6 +217,7 @@ NO_EVALUATION = Code("P0416")
 NO_AVERAGES = Code("P0415")
 FIRST_CHECK_DIFFERS = Code("P0430")
 NOT_MET = Code("P0440")
+NOT_CERTIFIED = Code("P0450")
 
 
 if __name__ == "__main__":

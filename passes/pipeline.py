@@ -43,9 +43,9 @@ from .placing.token_slices import heads_over, slice_tokens
 from .programs.assemble import assemble
 from .programs.compress import Compressor
 from .programs.cut import in_stages
-from .programs.emit import program_of, reference_program, without_training
 from .programs.offload import offload
 from .programs.overlap import hide_exchanges, overlapped, sum_early
+from .programs.reference import program_of, reference_program, without_training
 from .programs.rings import ring_attention
 from .programs.segments import mark_recomputed
 from .programs.step_programs import StepMaterials, make_roles
@@ -220,7 +220,7 @@ GLOBAL_PASSES = (
          changes="graph"),
     Pass("loads", count_loads, "graph updates returned evaluates", changes="graph"),
     Pass("packed rows", mark_packed, "graph", changes="graph"),
-    Pass("reference", reference_program, "graph count counts seed", gives="reference"),
+    Pass("reference", reference_program, "graph count counts seed divisions microbatches", gives="reference"),
     Pass("precision", narrow, "graph precision", changes="graph"),
     Pass("padding", pad, "graph pads", changes="graph"),
     Pass("detached values", stop_gradients, "graph", changes="graph"),

@@ -14,7 +14,7 @@ from parc.grammar.codes import code_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("grammar", "compiler", "passes", "runtime")
-CODE_FOLDERS = (*LAYERS, "parc", "tests", "examples", "benchmarks", "website")
+CODE_FOLDERS = (*LAYERS, "certificate", "parc", "tests", "examples", "benchmarks", "website")
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|misc|common)(_|$)")
@@ -61,8 +61,8 @@ LAYER_FILES = python_files(*LAYERS)
 
 def test_packages_listed_are_packages_on_disk() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {file.parent.relative_to(ROOT).parts for file in python_files("parc", *LAYERS)}
-    on_disk = {".".join(parts if parts[0] == "parc" else ("parc", *parts)) for parts in folders}
+    folders = {file.parent.relative_to(ROOT).parts for file in python_files("parc", "certificate", *LAYERS)}
+    on_disk = {".".join(parts if parts[0] in ("parc", "certificate") else ("parc", *parts)) for parts in folders}
     assert sorted(setuptools["packages"]) == sorted(on_disk)
     assert setuptools["package-dir"] == {f"parc.{layer}": layer for layer in LAYERS}
 

@@ -98,7 +98,7 @@ def _scale_faults(
     are not that divisor over the term's own."""
     if LOSS not in dict(reference.main.returns):
         return
-    counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
+    counts = {key for function in reference.functions[:-1] for key, _ in function.returns if key.kind == "count"}
     weights = {str(number): number for number in terms_with_weights(divisions)}
     base = base_term(divisions)
     counted = {COUNT if number == base else term_count(number)

@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "write the weights of a checkpoint for transformers, or for the plain module",
     "import": "read a model's weights into a checkpoint of a build",
     "verify": "prove and test a build again, from its files and its plan",
+    "certify": "prove a build equal to its unsharded model, by a checker that shares no code with parc",
     "show": "what a build holds: placements, programs, communication, memory",
     "fmt": "rewrite plan files in their one canonical text",
     "explain": "what an error code means, with an example",

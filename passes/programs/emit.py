@@ -19,10 +19,9 @@ from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.own_ops import OPS
 from ...compiler.ops.rules import facts, localize, operator_name
-from ...compiler.program.actions import REFERENCE
 from ...compiler.program.binding import RNG, Binding
 from ...compiler.program.blocks import starred
-from ...compiler.program.program import Function, Line, LocalSize, Origin, Program, Ref, Value
+from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
 from ...compiler.program.rewriter import FreshNames, LineWriter
 from ..calls import call_of, operands_of, outputs, tensors_of
@@ -290,37 +289,10 @@ def _starred_origins(lines: Sequence[Line], block: str | None) -> list[Line]:
     return [replace(line, origin=general(line.origin)) for line in lines]
 
 
-# ---- the reference
+# ---- the whole graph as one function
 
 
-def reference_program(graph: fx.Graph, count: fx.Graph | None, counts: tuple[Binding, ...], seed: int) -> Program:
-    """The pass that writes the reference. It takes the canonical graph and that of the denominators, notes global types
-    on their nodes, and returns ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``."""
-    functions = [_function("count", count, counts, seed)] if count is not None else []
-    keys = noted(graph.output_node()).results
-    return Program("model", REFERENCE, Mesh(), (*functions, _function("forward", graph, keys, seed)))
-
-
-def program_of(graph: fx.Graph, *keys: Binding) -> Program:
-    """Return the program of a graph alone, which returns the graph's results under these keys."""
-    return Program("model", REFERENCE, Mesh(), (_function("forward", graph, keys, 0),))
-
-
-def without_training(reference: Program) -> Program:
-    """The pass that takes the reference of a training step, and returns that of an evaluation: parameters are
-    frozen."""
-
-    def frozen(value: Value) -> Value:
-        return replace(value, binding=Binding("frozen", value.binding.name)) if value.binding else value
-
-    functions = (
-        replace(one, parameters=tuple(frozen(v) if v.kind == "parameter" else v for v in one.parameters))
-        for one in reference.functions
-    )
-    return replace(reference, functions=tuple(functions))
-
-
-def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:
+def graph_function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:
     """Return a graph as a function that returns its outputs under these keys."""
     emitter = Emitter(Mesh(), differentiated=True)
     writer, nodes = LineWriter(emitter.mesh, emitter.names), []

@@ -40,16 +40,14 @@ from ...compiler.program.step_values import (
     SCALER,
     Bias,
     Division,
-    base_term,
     residual,
-    term_weight,
-    terms_with_weights,
 )
 from ...compiler.resolve.requests import Request
 from ..calls import outputs
 from .assemble import Assembled, call_segments
 from .compress import Compressor
 from .emit import identifier
+from .scaling import write_scale
 from .segments import node_type
 from .writer import Across, Writer, stored_type, summed_type, unshard, whole_type
 
@@ -178,42 +176,15 @@ def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> t
 
 
 def scale_programs(step: StepMaterials) -> Iterator[Program]:
-    """Write SCALE: one over the divisor of the loss's base, which is the step's whole count, the number of microbatches
-    or 1. If there is a loss scale, it is this times the loss scale, and one over the loss scale is a second result. The
-    terms with other divisors have weights: the divisor of the base over their own."""
-    dtype: torch.dtype = node_type(outputs(step.graph)[0]).dtype
-    write, whole = Writer(step.mesh), whole_type(step.mesh, dtype)
-    base, divisors = base_term(step.divisions), dict[int, Value | float]()
-    for key, node in zip(step.counts, outputs(step.count) if step.count is not None else (), strict=True):
-        total = write.total(write.take(f"count_{key.name}".rstrip("_"), node_type(node), key))
-        count = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
-        division = step.divisions[int(key.name or base) - 1]
-        if division.least is not None:
-            count = write.emit("aten.clamp_min.default", (Ref(count.name), division.least), whole)
-        if division.plus:
-            count = write.emit("aten.add.Tensor", (Ref(count.name), division.plus), whole)
-        divisors[int(key.name or base)] = count
-    for number, division in enumerate(step.divisions, 1):
-        divisors.setdefault(number, step.request.computing.microbatches if division.by == "mean" else 1)
-    below = divisors.get(base, 1)
-    if isinstance(below, Value):
-        scale = write.emit("aten.reciprocal.default", (Ref(below.name),), whole)
-    else:
-        scale = write.emit("aten.full.default", ([], 1.0 / below), whole, name="scale", dtype=dtype)
-    returns = []
-    for number in terms_with_weights(step.divisions):
-        divisor, name = divisors[number], f"term_{number}"
-        if isinstance(below, Value):
-            by = Ref(divisor.name) if isinstance(divisor, Value) else divisor
-            weight = write.emit("aten.div.Tensor", (Ref(below.name), by), whole, name=name)
-        else:  # no term has a count
-            assert not isinstance(divisor, Value)
-            weight = write.emit("aten.full.default", ([], below / divisor), whole, name=name, dtype=dtype)
-        returns.append((term_weight(number), weight.name))
+    """Write SCALE: the scale of a step's loss. If there is a loss scale, it is this times the loss scale, and one over
+    the loss scale is a second result. The weights of terms are further ones."""
+    write = Writer(step.mesh)
+    scale, returns = write_scale(write, step.graph, step.count, step.counts, step.divisions,
+                                 step.request.computing.microbatches)  # fmt: skip
     if step.scaled:
         loss_scale = write.take(LOSS_SCALE.name, whole_type(step.mesh, torch.float32), LOSS_SCALE)
         unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")
-        scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), whole)
+        scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), scale.type)
         returns.insert(0, (UNSCALE, unscale.name))
     yield write.program(SINGLE, SCALING, [(SCALE, scale.name), *returns])
 

@@ -19,7 +19,7 @@ from parc.compiler.program.program import operator as torch_operator
 from parc.compiler.program.text import parse_program
 from parc.passes.calls import outputs, substitute_nodes
 from parc.passes.pipeline import mark_blocks
-from parc.passes.programs.emit import reference_program
+from parc.passes.programs.reference import reference_program
 
 _HEAD = '"""parc program: role model, action reference"""\n\nmesh()\n\n\n'
 _KEY = "parc.stream_key.default"
@@ -68,7 +68,7 @@ def text_of(graph: fx.Graph) -> str:
     end = graph.output_node()
     if len(noted(end).results) != len(outputs(graph)):
         noted(end).results = tuple(Binding("value", node.name) for node in outputs(graph))
-    return reference_program(graph, None, (), 0).main.text(Mesh(), "reference")
+    return reference_program(graph, None, (), 0, (), 1).main.text(Mesh(), "reference")
 
 
 def typed_text(graph: fx.Graph, mesh: Mesh) -> str:
