@@ -75,7 +75,7 @@ class Run:
 
 @final
 class Lab:
-    """A folder with a build, in which runs of two hosts are started: by a new Python for each process, or ``forked``."""
+    """A folder with a build, in which runs of two hosts are started: by new Pythons, or ``forked``."""
 
     def __init__(self, folder: Path, hosts: Network, *, forked: bool = False) -> None:
         self.folder, self.hosts, self._forked, self._runs = folder, hosts, forked, 0
