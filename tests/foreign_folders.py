@@ -358,7 +358,7 @@ def full(top: Path, writer: str) -> list[str]:
     with laid(place, writer, Foreign(notes if written_by(writer).is_dir() else unchanged, own=True)):
         before, limits, waits = contents(top), resource.getrlimit(resource.RLIMIT_FSIZE), train._WAITS_S
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
-        train._WAITS_S = (0.01, 0.02)  # this process trains by itself
+        train._WAITS_S = (0.01, 0.01, 0.01, 0.01)  # this process trains by itself
         try:
             said = COMMANDS[writer](place)
         finally:

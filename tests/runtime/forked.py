@@ -60,16 +60,16 @@ class Forked:
         """Return the same."""
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the end.
 
         Raises:
             subprocess.TimeoutExpired: it runs on.
         """
         self._process.join(timeout)
-        if self.returncode is None:
+        if (code := self.returncode) is None:
             raise subprocess.TimeoutExpired("parc", timeout or 0)
-        return self.returncode
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
