@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 import parc
 from parc.cli import main
 from parc.cli.terminal import show_error
+from parc.runtime.launch.hosts import read_secret
 from tests.hostile_changes import HARD, mutate_bytes, mutate_json, mutate_text, rehash
 from tests.hostile_inputs import Outcome, Summary, in_worker, read_input
 
@@ -105,11 +106,13 @@ def prepare(folder: Path) -> None:
     (folder / "w").mkdir()
     save_file({"embed.weight": torch.ones(64, 8), "head.weight": torch.ones(64, 8)}, folder / "w/model.safetensors")
     (folder / "more.parc").write_text("steps 1\n")
-    (folder / "order.txt").write_text("rank 0: 0F0 0B0 0F1 0B1\n")
+    (folder / "order.txt").write_text("rank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n")
+    (folder / "secret.txt").write_text("known to few\n")
     (folder / "rates.txt").write_text("1 1e-2\n")
     plans = {name: PLAN + lines for name, lines in LINES.items()}
     plans["include"] = plans["include"].replace("steps     1\n", "")
     plans["rates"] = plans["plan"].replace("lr 1e-2", 'lr table "rates.txt"')
+    plans["order"] = plans["plan"] + 'mesh pp=2\nstage before head over pp\nschedule table "order.txt" microbatches 2\n'
     plans["split"] = plans["plan"] + "mesh tp=2\nvocab embed, head over tp\n"
     for name, text in plans.items():
         (folder / f"{name}.parc").write_text(text)
@@ -157,19 +160,23 @@ def save_shards(build: Path, folder: Path) -> None:
 
 
 def run(words: str) -> int:
-    """Run a command: one of the command line, or ``load``, which opens a session as a loop of one's own does."""
+    """Run a command: one of the command line; ``load``, which opens a session as a loop of one's own does; or
+    ``secret``, which reads the file of `parc run --secret-file` as a launcher does that meets others."""
     command, *rest = words.split()
-    if command != "load":
+    if command not in ("load", "secret"):
         return main([command, *rest])
     try:
-        (build,) = rest
-        with parc.load(build) as session:
+        (path,) = rest
+        if command == "secret":
+            read_secret(Path(path))
+            return 0
+        with parc.load(path) as session:
             session.step()
     except Exception as error:
         code = show_error(error)
         if code is None:
             raise
-        return code
+        return 1 if command == "secret" else code  # that of a run that failed
     return 0
 
 
@@ -195,6 +202,9 @@ def readers() -> Iterator[Reader]:
     for name, file in (("include", "more.parc"), ("rates", "rates.txt")):
         for words in ("check --static", "check", "build -o out"):
             yield Reader(f"{words} {name}.parc", file, "plan", optional=name == "include")
+    for words in ("check order.parc", "build order.parc -o out"):
+        yield Reader(words, "order.txt", "plan")
+    yield Reader("secret secret.txt", "secret.txt", "secret", optional=True)  # any text may be one
     for words in ("check --static plan.parc", "check plan.parc", "run b_plan", "verify b_plan", "show b_plan",
                   "export b_plan ck -o out", "init ./net.py:Net -o new.parc", "load b_plan"):  # fmt: skip
         yield Reader(words, "net.py", "python", optional=words.startswith("show"))

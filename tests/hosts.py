@@ -24,6 +24,7 @@ from typing import Any, Literal, final
 
 from parc.runtime.launch.endpoint import is_of_this_host_alone
 from tests.network import HOSTS, Network, NoNetwork, network
+from tests.runtime.forked import Forked
 from tests.runtime.tiny import DATA, build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +53,7 @@ def documented() -> tuple[list[str], list[str]]:
 class Run:
     """The launchers of one run, and what each printed."""
 
-    processes: dict[str, subprocess.Popen[bytes]]
+    processes: dict[str, subprocess.Popen[bytes] | Forked]
     said: dict[str, Path]
 
     def ended(self, seconds: float = _HANG_S, hosts: Iterable[str] = tuple(HOSTS)) -> dict[str, int | Literal["hung"]]:
@@ -74,10 +75,10 @@ class Run:
 
 @final
 class Lab:
-    """A folder with a build, in which runs of two hosts are started."""
+    """A folder with a build, in which runs of two hosts are started: by new Pythons, or ``forked``."""
 
-    def __init__(self, folder: Path, hosts: Network) -> None:
-        self.folder, self.hosts, self._runs = folder, hosts, 0
+    def __init__(self, folder: Path, hosts: Network, *, forked: bool = False) -> None:
+        self.folder, self.hosts, self._forked, self._runs = folder, hosts, forked, 0
         build(folder / "build", DATA, name="big")
         self._reference: list[float] = []
 
@@ -87,17 +88,18 @@ class Lab:
         words, _ = documented()
         plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         run = Run({}, {})
-        before = os.getcwd()
-        os.chdir(self.folder)
-        try:
+        with contextlib.chdir(self.folder):
             for host in HOSTS:
                 more = [*options, *((each or {}).get(host, ()))]
                 command = [sys.executable, "-m", "parc", *words, "--device", "cpu", *map(str, more)]
                 run.said[host] = self.folder / f"run{self._runs}.{host}"
                 variables = {**plain, "PYTHONPATH": str(ROOT), **ALIKE, "PARC_RUN_SECRET": SECRET, **env}
-                run.processes[host] = self.hosts.start(host, command, run.said[host], variables)
-        finally:
-            os.chdir(before)
+                if self._forked:
+                    with open(run.said[host], "wb") as file:
+                        number, namespaces = file.fileno(), self.hosts.namespaces(host)
+                        run.processes[host] = Forked(command, variables, number, number, namespaces, forks=True)
+                else:
+                    run.processes[host] = self.hosts.start(host, command, run.said[host], variables)
         return run
 
     def losses(self, metrics: Path) -> dict[int, float]:
@@ -115,7 +117,11 @@ class Lab:
             command = [sys.executable, "-m", "parc", "run", "build/big", "--device", "cpu", "--metrics", str(metrics)]
             command += ["--steps", str(steps + 20), "--no-first-check"]
             env = {**os.environ, "PYTHONPATH": str(ROOT), **ALIKE}
-            subprocess.run(command, check=True, cwd=self.folder, env=env, capture_output=True)
+            if self._forked:
+                with open(self.folder / "reference.txt", "wb") as file, contextlib.chdir(self.folder):
+                    assert Forked(command, env, file.fileno(), file.fileno(), forks=True).wait(_HANG_S) == 0
+            else:
+                subprocess.run(command, check=True, cwd=self.folder, env=env, capture_output=True)
             self._reference = [loss for _, loss in sorted(self.losses(metrics).items())]
         return self._reference[:steps]
 

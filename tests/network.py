@@ -58,6 +58,10 @@ class Network:
                 env={**env, "PATH": _PATH}, start_new_session=True,
             )  # fmt: skip
 
+    def namespaces(self, host: str) -> list[str]:
+        """Return the files of a host's namespaces, in the order in which a process may enter them."""
+        return [f"/proc/{self._holders[host]}/ns/{kind}" for kind in ("user", "net", "uts", "mnt")]
+
     def listening(self, host: str) -> set[tuple[str, int]]:
         """Return the addresses and ports of IPv4 and IPv6 at which a host listens."""
         text = subprocess.run(

@@ -20,7 +20,7 @@ def test_the_commands_of_the_docs_name_a_host_and_a_checkpoint() -> None:
 def test_two_hosts_train_under_attack_and_go_on_as_one_launcher_does(tmp_path: Path) -> None:
     try:
         with network(tmp_path) as hosts:
-            lab = Lab(tmp_path, hosts)
+            lab = Lab(tmp_path, hosts, forked=True)
             outcome = attack(lab, 0, 100)
             assert not outcome.wrong and outcome.codes.keys() == HOSTS.keys(), outcome
             assert f"{HOSTS['host0']}:29500" in outcome.sent and outcome.heard, outcome

@@ -99,7 +99,7 @@ def test_state_in_python_is_compared_by_its_values(tmp_path: Path) -> None:
     model = nn.Sequential(holds, nn.Identity())
     holds.steps, holds.rates = 0, [0.5, float("nan")]
     box = {"calls": 0}
-    state = PythonState(model, [lambda: box], tmp_path)
+    state = PythonState([model, lambda: box], tmp_path)
     first = state.take()
     assert state_changes(first, state.take()) == ()
     holds.steps += 1
@@ -121,6 +121,6 @@ def test_state_in_python_is_compared_by_its_values(tmp_path: Path) -> None:
 def test_an_iterator_cannot_be_compared(tmp_path: Path) -> None:
     model: Any = nn.Identity()
     model.batches = iter([1, 2])
-    state = PythonState(model, [], tmp_path)
+    state = PythonState([model], tmp_path)
     state.take()
     assert not state.whole

@@ -7,11 +7,14 @@ tracers. What lasts from one forward to the next in Python is told apart by ``Py
 from __future__ import annotations
 
 import random
+import sys
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from enum import Enum
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -27,7 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...grammar.bounded import real_path
+from .callables import CallableError, load_callable
 from .faults import CaptureError, calling_frame
+from .tensors_left import Cache, ClosureCell, Names, Place
 
 # ---- what is refused
 
@@ -296,7 +301,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), Enum, torch.dtype, 
 _MOST_ENTRIES = 1000
 """The entries of a container up to which these are looked into; of a larger one only which objects they are."""
 _MOST_OBJECTS = 200_000
-_OPAQUE = ("torch", "builtins", "numpy", __name__.partition(".")[0])
+_OPAQUE = ("torch", "builtins", "numpy", "logging", __name__.partition(".")[0])
 """The packages whose objects are not looked into."""
 _SAME_NAME = "'"
 _GENERATOR = "generator"
@@ -308,10 +313,11 @@ _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 @final
 class PythonState:
     """The state of a model and its loss in Python, beside registered tensors: attributes, of classes too;
-    containers and objects in them; closures, defaults and globals of functions whose code is under ``home``."""
+    containers and objects in them; closures, defaults and globals of functions whose code is under ``home``.
+    ``roots`` are the model, or the function that makes it, and the functions of its loss."""
 
-    def __init__(self, model: nn.Module, functions: Iterable[Any], home: Path) -> None:
-        self._roots = [("", model), *(("", function) for function in functions)]
+    def __init__(self, roots: Iterable[Any], home: Path) -> None:
+        self._roots = [("", root) for root in roots]
         self._home, self._kept = f"{real_path(home)}/", list[Any]()
         self.whole = True
         """False where some of it cannot be compared: an iterator, or too many objects."""
@@ -341,17 +347,41 @@ class PythonState:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Enter a block after which lists, dicts and sets hold what they do now: a trace leaves fake tensors in
-        those of a model's file, which outlive it."""
+        """Enter a block after which lists, dicts, sets and deques hold what they do now, and all else of the state has
+        no other tensors: a trace leaves fake ones in what outlives it, and a run those of its types."""
         self.take()
-        before = [(held, type(held).copy(held)) for held in self._kept if type(held) in (list, dict, set)]
+        before = [(held, copy(held)) for held in self._kept if type(held) in (list, dict, set, deque)]
+        places = [place for held in self._kept for place in self._places(held)]
         try:
             yield
         finally:
-            for held, copy in before:
-                if _entries(held) != _entries(copy):
+            for place in places:
+                place.restore()
+            for held, copied in before:
+                if _entries(held) != _entries(copied):
                     held.clear()
-                    held.extend(copy) if isinstance(held, list) else held.update(copy)
+                    held.extend(copied) if isinstance(held, (list, deque)) else held.update(copied)
+
+    def _places(self, held: Any) -> Iterator[Place]:
+        """Yield the places of an object of the state to which code assigns."""
+        if isinstance(held, types.FunctionType):
+            yield from map(ClosureCell, held.__closure__ or ())
+            if self._is_at_home(held.__code__.co_filename):
+                yield Names(held.__globals__)
+        if hasattr(held, "cache_clear"):
+            yield Cache(held)
+        if isinstance(held, nn.Module):  # its own tensors are the trace's
+            yield from (Names(vars(of), of) for of in type(held).__mro__ if self._is_own(of))
+        elif hasattr(held, "__dict__") and not isinstance(held, types.ModuleType):
+            yield Names(vars(held), held)
+
+    def _is_at_home(self, file: str | None) -> bool:
+        return file is not None and file.startswith(self._home) and "/site-packages/" not in file
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether a class or a module is of the model's own files."""
+        module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+        return self._is_at_home(getattr(module, "__file__", None))
 
     def _look(self, path: str, value: Any) -> tuple[Any, Iterable[tuple[str, Any]]]:
         """Return what tells a value from another, and the values in it by their paths."""
@@ -379,19 +409,20 @@ class PythonState:
             self.whole = False
             return id(value), ()
         package = type(value).__module__.partition(".")[0]
+        if isinstance(value, type) and self._is_own(value):
+            return id(value), _of_class(path, value)
         if isinstance(value, (type, types.ModuleType)) or package in _OPAQUE:
             return id(value), ()
         attributes = getattr(value, "__dict__", None)
-        return id(value), [(_dotted(path, name), entry) for name, entry in [*(attributes or {}).items()]]
+        inside = [(_dotted(path, name), entry) for name, entry in [*(attributes or {}).items()]]
+        return id(value), [(path, type(value)), *inside]
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, child in module._modules.items():
             yield _dotted(path, name), child
         for of in reversed(type(module).__mro__):
             if not of.__module__.startswith("torch."):
-                for name, entry in [*vars(of).items()]:
-                    if not name.startswith("__") and not isinstance(entry, (property, classmethod, staticmethod)):
-                        yield _dotted(path, name), entry
+                yield from _of_class(path, of)
         for name, entry in [*vars(module).items()]:  # after those of classes, which they hide
             if name not in _OF_MODULES or name == "training":
                 yield _dotted(path, name), entry
@@ -400,10 +431,11 @@ class PythonState:
                 yield f"{path} hook", hook
 
     def _of_function(self, path: str, function: Any) -> Iterator[tuple[str, Any]]:
-        while isinstance(function, types.MethodType) or hasattr(function, "__wrapped__"):
-            if isinstance(function, types.MethodType):
-                yield path, function.__self__
-            function = getattr(function, "__func__", None) or function.__wrapped__
+        if isinstance(function, types.MethodType):
+            yield path, function.__self__
+            yield path, function.__func__
+        elif hasattr(function, "__wrapped__"):
+            yield path, function.__wrapped__
         if not isinstance(function, types.FunctionType):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -413,11 +445,38 @@ class PythonState:
                 continue
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             yield f"{function.__name__}'s default", default
-        file = function.__code__.co_filename
-        if file.startswith(self._home) and "/site-packages/" not in file:
-            for name in _names_of(function.__code__):
-                if name in function.__globals__:
-                    yield name, function.__globals__[name]
+        if self._is_at_home(function.__code__.co_filename):
+            names = _names_of(function.__code__)
+            for name in names & function.__globals__.keys():
+                value = function.__globals__[name]
+                yield name, value
+                if isinstance(value, types.ModuleType) and self._is_own(value):
+                    yield from ((f"{name}.{inner}", vars(value)[inner]) for inner in names & vars(value).keys())
+
+
+@contextmanager
+def code_undone(sources: Iterable[str], folder: Path) -> Iterator[None]:
+    """Enter a block after which the code of these callables, those of a plan's model and loss, keeps no tensor that it
+    did not keep before: the next model and its forwards make their own tables."""
+    roots = []
+    for target in sources:
+        with suppress(CallableError):  # it is said where the callable is used
+            roots.append(load_callable(target, folder))
+    with PythonState(roots, folder).undone():
+        yield
+
+
+def _of_class(path: str, of: type) -> Iterator[tuple[str, Any]]:
+    for name, entry in [*vars(of).items()]:
+        if not name.startswith("__") or name in ("__init__", "__call__"):
+            match entry:
+                case property():
+                    entry = entry.fget
+                case cached_property():
+                    entry = entry.func
+                case classmethod() | staticmethod():
+                    entry = entry.__func__
+            yield _dotted(path, name), entry
 
 
 def _entries(held: Any) -> list[int]:

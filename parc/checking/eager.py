@@ -15,6 +15,7 @@ from parc.compiler.capture.experts.forms import own_forms
 from parc.compiler.capture.faults import CaptureError
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.capture.model_output import returned_tensors
+from parc.compiler.capture.observer import code_undone
 from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
@@ -71,7 +72,8 @@ def _compared(compiled: Compiled, case: Case, batches: ProbeBatches) -> ModuleAg
     for seed in range(DRAWS):
         inputs = batches.batch(2 * seed)
         try:
-            eager = _eager(compiled, inputs)
+            with code_undone(compiled.lines.sources, compiled.folder):
+                eager = _eager(compiled, inputs)
         except Exception as error:
             raise PlanError([failure(compiled.plan, error)]) from error
         if fault := _run_fault(compiled, case, inputs, eager):

@@ -29,6 +29,7 @@ from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.complex.form import real_form
 from parc.compiler.capture.model_calls import TaskLines, model_builder
 from parc.compiler.capture.model_output import value_at
+from parc.compiler.capture.observer import code_undone
 from parc.compiler.initial.recipes import Recorded, initialize
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directives.loss import CROSS_ENTROPY
@@ -243,7 +244,7 @@ class StepInParts:
         """
         for wide in (True, False):
             try:
-                with _undisturbed():
+                with _undisturbed(), code_undone(self._lines.sources, self._folder):
                     return self._values(batches, draw, wide)
             except Exception as error:  # a person's code may fail in any way
                 if not wide:

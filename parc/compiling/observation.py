@@ -21,6 +21,7 @@ from parc.compiler.capture.observer import (
     LEAST_DRAWS,
     PythonState,
     as_if_traced,
+    code_undone,
     drawn_generators,
     fault_of,
     kept_draws,
@@ -94,9 +95,10 @@ def observe(
         CaptureError: they do what a graph does not have.
         Exception: the model fails.
     """
-    runs = _Runs(subject)
-    with kept_draws(), runs.state.undone():
-        return runs.observe(inputs, others)
+    with code_undone(subject.lines.sources, subject.folder):
+        runs = _Runs(subject)
+        with kept_draws(), runs.state.undone():
+            return runs.observe(inputs, others)
 
 
 class _Runs:
@@ -111,7 +113,7 @@ class _Runs:
             self._module.eval()
         self._plain = PlainModule(self._module, lines, folder, plan.seed, subject.frozen, subject.capacities or {})
         self._buffers = {name: v.clone() for name, v in self._module.named_buffers(remove_duplicate=False)}
-        self.state = PythonState(self._module, [load_callable(t, folder) for t in lines.sources[1:]], folder)
+        self.state = PythonState([self._module, *(load_callable(t, folder) for t in lines.sources[1:])], folder)
 
     def observe(self, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None) -> Observation:
         states = [self.state.take()]

@@ -15,7 +15,7 @@ from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.capture.faults import CaptureError, user_frame
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
 from parc.compiler.capture.node_facts import noted
-from parc.compiler.capture.observer import SEEN, PythonState
+from parc.compiler.capture.observer import SEEN, PythonState, code_undone
 from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.plan.directive import Directive
 from parc.compiler.plan.directives.experts import Experts
@@ -89,6 +89,13 @@ def capture_plan(
     Raises:
         PlanError: the model or its loss is at fault.
     """
+    with code_undone(lines.sources, folder):
+        return _captured(plan, lines, folder, overrides, ranged, evaluates)
+
+
+def _captured(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool, evaluates: bool
+) -> tuple[Recorded, Captured]:
     recorded = make_model(plan, lines, folder, overrides)
     if evaluates:
         recorded.module.eval()
@@ -101,7 +108,7 @@ def capture_plan(
     try:
         capacities = capacities_of(plan, recorded.module)
         functions = [load_callable(target, folder) for target in lines.sources[1:]]
-        with PythonState(recorded.module, functions, folder).undone():
+        with PythonState([recorded.module, *functions], folder).undone():
             captured = capture(
                 recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
             )

@@ -24,8 +24,9 @@ from ...compiler.capture.complex.form import own_form, real_form
 from ...compiler.capture.experts.forms import chosen_by, has_form, have_interface
 from ...compiler.capture.experts.lists import unstacked
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
+from ...compiler.capture.observer import code_undone
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
-from ...compiler.initial.recipes import initialize
+from ...compiler.initial.recipes import initialize, record
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.own_ops import aten
 from ...compiler.ops.precision import is_narrow
@@ -287,7 +288,10 @@ class Plain:
         lines = task_of(manifest)
         self.build, self.device = build, device
         seed = int(manifest["seed"])
-        self.module: nn.Module = initialize(model_builder(lines, build.folder), seed).to(device)
+        make = model_builder(lines, build.folder)
+        with code_undone(lines.sources, build.folder):
+            recipes = record(make, seed).recipes
+        self.module: nn.Module = initialize(make, seed, recipes).to(device)
         self._read_weights()
         self.step_number = 0
         self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"], capacities_in(manifest))

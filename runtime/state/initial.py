@@ -15,6 +15,7 @@ from ...compiler.build.build import Build
 from ...compiler.build.directory import again
 from ...compiler.capture.complex.form import own_form
 from ...compiler.capture.model_calls import TaskLines, model_builder
+from ...compiler.capture.observer import code_undone
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
 from ...compiler.initial.recipes import Recipe, Recorded, record
 from ...compiler.layout.mesh import Mesh
@@ -71,7 +72,8 @@ def _record(build: Build, lines: TaskLines) -> Recorded:
         RunError: making it fails here, or it reads other weights from files than at the build.
     """
     try:
-        recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
+        with code_undone(lines.sources, build.folder):
+            recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
     except Exception as error:  # of the model's code
         message = f"making the model failed: {type(error).__name__}: {error}"
         help_ = "a build is opened where the files that its model's code reads are"

@@ -60,6 +60,7 @@ EXPECTED = {
     "generator": "P0232",
     "first_of_log": "P0227",
     "first_of_global": "P0227",
+    "tables": "verified",
     "only_logs": "P0228",
     "counter": "P0228",
     "counter_read": "P0227",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.reduction import DupFd
 from typing import Any, final
@@ -28,13 +30,24 @@ _MOST_RANKS = 8
 
 @final
 class Forked:
-    """A process ``python -m parc …``, with the part of ``subprocess.Popen`` that torch's agent asks for."""
+    """A process ``python -m parc …``, with the part of ``subprocess.Popen`` that torch's agent asks for. It
+    enters the namespaces of these files, and ``forks`` its ranks."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        stdout: int = 1,
+        stderr: int = 2,
+        namespaces: Sequence[str] = (),
+        forks: bool = False,
+    ) -> None:
         _, flag, module, *words = (word for word in command if word != "-u")  # torchrun's; nothing is buffered here
         assert (flag, module) == ("-m", "parc")
         files = _Files(stdout, stderr)
-        self._process = SERVER.Process(target=_parc, args=(words, dict(env), os.getcwd(), files), daemon=True)
+        self._process = SERVER.Process(
+            target=_parc, args=(words, dict(env), os.getcwd(), files, namespaces, forks), daemon=True
+        )
         self._process.start()
         self.pid: int = self._process.pid or 0
 
@@ -47,16 +60,16 @@ class Forked:
         """Return the same."""
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the end.
 
         Raises:
             subprocess.TimeoutExpired: it runs on.
         """
         self._process.join(timeout)
-        if self.returncode is None:
+        if (code := self.returncode) is None:
             raise subprocess.TimeoutExpired("parc", timeout or 0)
-        return self.returncode
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
@@ -79,9 +92,12 @@ def _detached(*files: Any) -> tuple[int, ...]:
     return tuple(file.detach() for file in files)
 
 
-def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, int]) -> None:
+def _parc(
+    words: list[str], env: dict[str, str], folder: str, files: tuple[int, int], namespaces: Sequence[str], forks: bool
+) -> None:
     """Be the process: with a session, files, an environment and arguments of its own."""
     os.setsid()
+    enter(namespaces)
     for number, file in enumerate(files, 1):
         os.dup2(file, number)
     os.environ.clear()
@@ -91,10 +107,21 @@ def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, 
     os.chdir(folder)
     sys.argv = ["parc", *words]
     sys.modules.pop("parc.__main__", None)  # a test imports it, and here it is to begin
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
     try:
-        runpy.run_module("parc", run_name="__main__", alter_sys=True)
+        with forked_ranks() if forks else nullcontext():
+            runpy.run_module("parc", run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()
+
+
+def enter(namespaces: Sequence[str]) -> None:
+    """Let this process, which has one thread, enter the namespaces of these files, of which it may see none later."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in [os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in namespaces]:
+        if libc.setns(number, 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(number)
 
 
 @contextmanager

@@ -67,6 +67,8 @@ def _fork(python: str, words: list[str], files: list[int]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)  # a forked process has none of the threads of the pool
         gc.freeze()
+        forkserver._forkserver.__init__()  # type: ignore # this process has its lock; a launcher has its own server
+        SERVER.set_forkserver_preload([])
         exec(words[-1], {})  # what multiprocessing would give the new Python: it differs from version to version
     except Exception:
         traceback.print_exc()
