@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .meaning import Read, Table, Value
+from .letters import Read
+from .meaning import Table, Value
 
 
 def describe(table: Table, value: Value, expected: Value) -> str:

@@ -26,27 +26,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import permutations
-from math import isfinite, isnan
-from typing import Any, NamedTuple
+from math import isnan
+from typing import NamedTuple
 
+from .letters import (
+    Affine,
+    Instead,
+    Letter,
+    Maps,
+    Number,
+    Read,
+    components,
+    joined_letters,
+    length_of,
+    nested,
+    numbered,
+    ordered,
+    orders_of,
+    product_of,
+    reduced,
+    substitute,
+)
 from .text import Refused
 
-Letter = Any
-"""The index of a loop: a number in a node, an axis' name or any key elsewhere."""
-Affine = tuple[int, tuple[tuple[Letter, int], ...]]
-"""An index: an offset, and letters with their strides, the largest first."""
-Maps = tuple[Affine, ...]
-"""An index for each loop of a node."""
-Number = int | Fraction
-
-
-class Read(NamedTuple):
-    """A multiple of a node, at some index of each of its loops."""
-
-    coefficient: Number
-    node: int
-    maps: Maps
+MOST_TERMS = 6
+"""The number of terms from which sums of a model get names."""
 
 
 class Node(NamedTuple):
@@ -74,7 +78,7 @@ class Value(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the dims."""
-        return tuple(_product(dim) for dim in self.dims)
+        return tuple(product_of(dim) for dim in self.dims)
 
     @property
     def letters(self) -> set[str]:
@@ -85,51 +89,6 @@ class Value(NamedTuple):
     def axes(self) -> set[str]:
         """The axes along which the value differs from rank to rank."""
         return {letter.removeprefix("~").split(".")[0] for letter in self.letters}
-
-
-def _product(sizes: Iterable[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-def number(value: int | float) -> Any:
-    """Return a number of a text as an exact one: ``0.3333333333333333`` is a third, and 0.1 a tenth. Infinity stays."""
-    if isinstance(value, float) and not isfinite(value):
-        return value
-    if isinstance(value, int) or value.is_integer():
-        return int(value)
-    near = Fraction(value).limit_denominator(1 << 20)
-    return near if float(near) == value else Fraction(repr(value))
-
-
-def reduced(value: Number) -> Number:
-    """Return an exact number as an int where it is whole."""
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
-
-
-def substitute(maps: Maps, letters: Mapping[Letter, Affine]) -> Maps:
-    """Return maps with an index in the place of each letter. Axes that are not among ``letters`` stay."""
-    result = []
-    for offset, terms in maps:
-        strides: dict[Letter, int] = {}
-        for letter, stride in terms:
-            at = letters.get(letter) if isinstance(letter, str) else letters[letter]
-            if at is None:
-                strides[letter] = strides.get(letter, 0) + stride
-                continue
-            offset += stride * at[0]
-            for key, inner in at[1]:
-                strides[key] = strides.get(key, 0) + stride * inner
-        result.append((offset, _ordered(strides)))
-    return tuple(result)
-
-
-def _ordered(strides: Mapping[Letter, int]) -> tuple[tuple[Letter, int], ...]:
-    if len(strides) < 2:
-        return tuple(strides.items())
-    return tuple(sorted((item for item in strides.items() if item[1]), key=lambda item: (-abs(item[1]), str(item[0]))))
 
 
 class Divide(Exception):
@@ -219,10 +178,10 @@ class Table:
         letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
-        groups, terms = _joined(reads, inside, sizes, self.mesh)
+        groups, terms = joined_letters(reads, inside, sizes, self.mesh)
         best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
-        for order in _orders(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
-            candidate = _numbered(reads, terms, order, inside, own, keep)
+        for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
+            candidate = numbered(reads, terms, order, inside, own, keep)
             if best is None or candidate[0] < best[0]:
                 best = candidate
         assert best is not None
@@ -231,10 +190,12 @@ class Table:
         if lead != 1:
             encoded = tuple(r._replace(coefficient=reduced(Fraction(r.coefficient) / lead)) for r in encoded)
         lengths = {letter: size for letter, (_, size) in groups.items()}
-        loops = tuple(lengths[letter] if letter in lengths else _length(letter, sizes, self.mesh) for letter in entry)
-        depths = tuple(lengths[letter] if letter in lengths else _length(letter, sizes, self.mesh) for letter in within)
+        loops = tuple(lengths[letter] if letter in lengths else length_of(letter, sizes, self.mesh) for letter in entry)
+        depths = tuple(
+            lengths[letter] if letter in lengths else length_of(letter, sizes, self.mesh) for letter in within
+        )
         node = self._add(Node(op, args, loops, depths, encoded))
-        index = ((0, _ordered(dict(groups[letter][0])) if letter in groups else ((letter, 1),)) for letter in entry)
+        index = ((0, ordered(dict(groups[letter][0])) if letter in groups else ((letter, 1),)) for letter in entry)
         return node, tuple(index), lead
 
     def product(
@@ -272,13 +233,13 @@ class Table:
         letters = [{letter for _, terms in read.maps for letter, _ in terms} for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
-                coefficient *= _length(letter, sizes, self.mesh)
+                coefficient *= length_of(letter, sizes, self.mesh)
                 left.discard(letter)
         if not left:
             return self._pure(coefficient, factors, sizes)
         outside = [read for read, used in zip(factors, letters, strict=True) if used.isdisjoint(left)]
         results = list(outside)
-        for members, over in _components(letters, left):
+        for members, over in components(letters, left):
             part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes)
             coefficient *= part.coefficient
             results.append(part._replace(coefficient=1))
@@ -344,7 +305,7 @@ class Table:
                     for factor, used in zip(factors, letters, strict=True)
                 ]
                 return self.product(1, summed, sizes, over - alone)
-            nest = _nested(letters, over)
+            nest = nested(letters, over)
             if nest is not None:
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
@@ -376,7 +337,7 @@ class Table:
             if letter in used:
                 inner.append(letter)
             else:
-                times *= _length(letter, sizes, self.mesh)
+                times *= length_of(letter, sizes, self.mesh)
         node, maps, _ = self.make("squares", (), [read._replace(coefficient=1)], sizes, inner)
         return Read(times, node, maps)
 
@@ -475,7 +436,7 @@ class Table:
             ((letter, stride),) = here[1]
             index = (stride * (there[0] - here[0]), tuple((k, stride * s) for k, s in there[1]))
             low, high = self._range(index, sizes)
-            size = _length(letter, sizes, self.mesh)
+            size = length_of(letter, sizes, self.mesh)
             if high < 0 or low >= size:
                 raise _NothingPickedError
             if low < 0 or high >= size:
@@ -495,7 +456,7 @@ class Table:
         for letter, stride in index[1]:
             if letter in summed or isinstance(letter, str):
                 continue
-            size = _length(letter, sizes, self.mesh)
+            size = length_of(letter, sizes, self.mesh)
             for other in strides:
                 inner, rest = divmod(other, stride)
                 if not rest and 1 < inner < size and not size % inner:
@@ -528,7 +489,7 @@ class Table:
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
         """Join summed letters that are always read together; None where there are none."""
-        groups, _terms = _joined(factors, frozenset(summed), sizes, self.mesh)
+        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh)
         groups = {letter: group for letter, group in groups.items() if len(group[0]) > 1 and letter in summed}
         if not groups:
             return None
@@ -565,7 +526,7 @@ class Table:
         plain = {
             at for at, (offset, terms) in enumerate(read.maps)
             if offset == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0] not in summed
-            and _length(terms[0][0], sizes, self.mesh) == node.sizes[at]
+            and length_of(terms[0][0], sizes, self.mesh) == node.sizes[at]
         }  # fmt: skip
         return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
 
@@ -600,7 +561,7 @@ class Table:
         """Return the least and the largest number of an index."""
         low = high = index[0]
         for letter, stride in index[1]:
-            reach = stride * (_length(letter, sizes, self.mesh) - 1)
+            reach = stride * (length_of(letter, sizes, self.mesh) - 1)
             low, high = low + min(reach, 0), high + max(reach, 0)
         return low, high
 
@@ -659,146 +620,3 @@ class Table:
             sizes.update(zip(dims[-1], dim, strict=True))
             at += len(dim)
         return Read(value.coefficient, value.node, value.maps), dims, sizes
-
-
-class Instead(dict[Letter, Affine]):
-    """A substitution of one letter, which leaves all others as they are."""
-
-    def __init__(self, letter: Letter, index: Affine) -> None:
-        super().__init__({letter: index})
-
-    def __missing__(self, key: Letter) -> Affine:
-        return (0, ((key, 1),))
-
-
-def _length(letter: Letter, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> int:
-    size = sizes.get(letter)
-    return mesh[letter.removeprefix("~")] if size is None else size
-
-
-Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
-"""Joined letters by the most minor of them: each with its stride in the joined letter, and the size of that."""
-
-
-def _joined(
-    reads: Sequence[Read], inside: frozenset[Letter], sizes: Mapping[Letter, int], mesh: Mapping[str, int]
-) -> tuple[Groups, list[list[list[tuple[Letter, int]]]]]:
-    """Join the letters that are always read one behind the other. Return the joined letters, and the terms of each
-    read's loops with these alone."""
-    rows: dict[Letter, list[tuple[int, int, int]]] = {}
-    for at, read in enumerate(reads):
-        for loop, (_, terms) in enumerate(read.maps):
-            for letter, stride in terms:
-                rows.setdefault(letter, []).append((at, loop, stride))
-    groups: Groups = {letter: ([(letter, 1)], _length(letter, sizes, mesh)) for letter in rows}
-    if len(rows) > 1:
-        by_rows = {(letter in inside, tuple(row)): letter for letter, row in rows.items()}
-        changed = True
-        while changed:
-            changed = False
-            for letter, (members, size) in groups.items():
-                above = tuple((at, loop, stride * size) for at, loop, stride in rows[letter])
-                major = by_rows.get((letter in inside, above))
-                if major is not None and major in groups and major != letter:
-                    before, count = groups.pop(major)
-                    groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
-                    changed = True
-                    break
-    left = [[[term for term in terms if term[0] in groups] for _, terms in read.maps] for read in reads]
-    return groups, left
-
-
-MOST_TERMS = 6
-"""The number of terms from which sums of a model get names."""
-_MOST_ORDERS = 720
-"""The most orders of equal reads that are tried; more of them keep the order in which they came."""
-
-
-def _orders(
-    reads: Sequence[Read],
-    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
-    groups: Groups,
-    inside: frozenset[Letter],
-) -> Iterable[Sequence[int]]:
-    """Return the orders of the reads of an operator that commutes: by what they read, and all orders of those that
-    this does not tell apart."""
-    keys = [
-        (
-            read.node,
-            tuple(
-                (offset, tuple(sorted((stride, groups[key][1], key in inside) for key, stride in row)))
-                for (offset, _), row in zip(read.maps, rows, strict=True)
-            ),
-        )
-        for read, rows in zip(reads, terms, strict=True)
-    ]
-    order = sorted(range(len(reads)), key=keys.__getitem__)
-    ties: list[list[int]] = []
-    for at in order:
-        if ties and keys[ties[-1][0]] == keys[at]:
-            ties[-1].append(at)
-        else:
-            ties.append([at])
-    orders: list[list[int]] = [[]]
-    for tie in ties:
-        same = all(reads[at].maps == reads[tie[0]].maps for at in tie)
-        choices = [tie] if same else list(map(list, permutations(tie))) if len(tie) < 7 else [tie]
-        if len(orders) * len(choices) > _MOST_ORDERS:
-            choices = choices[:1]
-        orders = [[*before, *choice] for before in orders for choice in choices]
-    return orders
-
-
-def _numbered(
-    reads: Sequence[Read],
-    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
-    order: Sequence[int],
-    inside: frozenset[Letter],
-    own: Sequence[Letter],
-    keep: Sequence[Letter],
-) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
-    """Return the reads in an order, with letters numbered as they are first read, and these letters."""
-    entry, within = dict.fromkeys(own), dict.fromkeys(keep)
-    for at in order:
-        for row in terms[at]:
-            for letter, _ in row:
-                (within if letter in inside else entry).setdefault(letter)
-    numbers = {letter: index for index, letter in enumerate((*entry, *within))}
-    encoded = tuple(
-        Read(reads[at].coefficient, reads[at].node, tuple(
-            (offset, tuple((numbers[letter], stride) for letter, stride in row))
-            for (offset, _), row in zip(reads[at].maps, terms[at], strict=True)
-        ))
-        for at in order
-    )  # fmt: skip
-    return encoded, list(entry), list(within)
-
-
-def _nested(letters: Sequence[set[Letter]], over: set[Letter]) -> tuple[frozenset[int], set[Letter]] | None:
-    """Return some factors and letters that are summed first, as no other letter is read by some of these factors and
-    others: every letter is read by all of them, or by none; None where all letters are summed at once."""
-    readers: dict[frozenset[int], set[Letter]] = {}
-    for letter in over:
-        readers.setdefault(frozenset(at for at, used in enumerate(letters) if letter in used), set()).add(letter)
-    for members in sorted(readers, key=lambda members: (len(members), sorted(members))):
-        if len(members) < len(letters) and all(members <= o or members.isdisjoint(o) for o in readers):
-            return members, readers[members]
-    return None
-
-
-def _components(letters: Sequence[set[Letter]], summed: set[Letter]) -> list[tuple[list[int], set[Letter]]]:
-    """Return the groups of factors that summed letters connect, each with these letters."""
-    groups: list[tuple[list[int], set[Letter]]] = []
-    for at, used in enumerate(letters):
-        over = used & summed
-        if not over:
-            continue
-        members = [at]
-        rest = []
-        for group in groups:
-            if group[1].isdisjoint(over):
-                rest.append(group)
-            else:
-                members, over = group[0] + members, over | group[1]
-        groups = [*rest, (members, over)]
-    return groups

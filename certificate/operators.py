@@ -8,7 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from .meaning import Value, number
+from .letters import number
+from .meaning import Value
 from .rows import ROWS, SLOPES, Call, Gradients, inverse, like, row, slope
 from .tensors import Tensors
 from .text import Atom, Refused, Type

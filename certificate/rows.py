@@ -15,7 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .meaning import Number, Value, number
+from .letters import Number, number
+from .meaning import Value
 from .tensors import Tensors
 from .text import Line, Refused, Type
 

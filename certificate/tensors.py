@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from .meaning import Affine, Divide, DivideAxis, Instead, Letter, Number, Read, Table, Value, reduced, substitute
+from .letters import Affine, Instead, Letter, Number, Read, reduced, substitute
+from .meaning import Divide, DivideAxis, Table, Value
 from .text import Atom, Dim, Mesh, Refused, Type
 
 MICROBATCH = "#"

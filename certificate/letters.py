@@ -1,0 +1,211 @@
+"""Letters: indices of loops, how they are substituted, and which of them are always read together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import permutations
+from math import isfinite
+from typing import Any, NamedTuple
+
+Letter = Any
+"""The index of a loop: a number in a node, an axis' name or any key elsewhere."""
+Affine = tuple[int, tuple[tuple[Letter, int], ...]]
+"""An index: an offset, and letters with their strides, the largest first."""
+Maps = tuple[Affine, ...]
+"""An index for each loop of a node."""
+Number = int | Fraction
+
+
+class Read(NamedTuple):
+    """A multiple of a node, at some index of each of its loops."""
+
+    coefficient: Number
+    node: int
+    maps: Maps
+
+
+def product_of(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def number(value: int | float) -> Any:
+    """Return a number of a text as an exact one: ``0.3333333333333333`` is a third, and 0.1 a tenth. Infinity stays."""
+    if isinstance(value, float) and not isfinite(value):
+        return value
+    if isinstance(value, int) or value.is_integer():
+        return int(value)
+    near = Fraction(value).limit_denominator(1 << 20)
+    return near if float(near) == value else Fraction(repr(value))
+
+
+def reduced(value: Number) -> Number:
+    """Return an exact number as an int where it is whole."""
+    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
+
+
+def substitute(maps: Maps, letters: Mapping[Letter, Affine]) -> Maps:
+    """Return maps with an index in the place of each letter. Axes that are not among ``letters`` stay."""
+    result = []
+    for offset, terms in maps:
+        strides: dict[Letter, int] = {}
+        for letter, stride in terms:
+            at = letters.get(letter) if isinstance(letter, str) else letters[letter]
+            if at is None:
+                strides[letter] = strides.get(letter, 0) + stride
+                continue
+            offset += stride * at[0]
+            for key, inner in at[1]:
+                strides[key] = strides.get(key, 0) + stride * inner
+        result.append((offset, ordered(strides)))
+    return tuple(result)
+
+
+def ordered(strides: Mapping[Letter, int]) -> tuple[tuple[Letter, int], ...]:
+    if len(strides) < 2:
+        return tuple(strides.items())
+    return tuple(sorted((item for item in strides.items() if item[1]), key=lambda item: (-abs(item[1]), str(item[0]))))
+
+
+class Instead(dict[Letter, Affine]):
+    """A substitution of one letter, which leaves all others as they are."""
+
+    def __init__(self, letter: Letter, index: Affine) -> None:
+        super().__init__({letter: index})
+
+    def __missing__(self, key: Letter) -> Affine:
+        return (0, ((key, 1),))
+
+
+def length_of(letter: Letter, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> int:
+    size = sizes.get(letter)
+    return mesh[letter.removeprefix("~")] if size is None else size
+
+
+Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
+"""Joined letters by the most minor of them: each with its stride in the joined letter, and the size of that."""
+
+
+def joined_letters(
+    reads: Sequence[Read], inside: frozenset[Letter], sizes: Mapping[Letter, int], mesh: Mapping[str, int]
+) -> tuple[Groups, list[list[list[tuple[Letter, int]]]]]:
+    """Join the letters that are always read one behind the other. Return the joined letters, and the terms of each
+    read's loops with these alone."""
+    rows: dict[Letter, list[tuple[int, int, int]]] = {}
+    for at, read in enumerate(reads):
+        for loop, (_, terms) in enumerate(read.maps):
+            for letter, stride in terms:
+                rows.setdefault(letter, []).append((at, loop, stride))
+    groups: Groups = {letter: ([(letter, 1)], length_of(letter, sizes, mesh)) for letter in rows}
+    if len(rows) > 1:
+        by_rows = {(letter in inside, tuple(row)): letter for letter, row in rows.items()}
+        changed = True
+        while changed:
+            changed = False
+            for letter, (members, size) in groups.items():
+                above = tuple((at, loop, stride * size) for at, loop, stride in rows[letter])
+                major = by_rows.get((letter in inside, above))
+                if major is not None and major in groups and major != letter:
+                    before, count = groups.pop(major)
+                    groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
+                    changed = True
+                    break
+    left = [[[term for term in terms if term[0] in groups] for _, terms in read.maps] for read in reads]
+    return groups, left
+
+
+_MOST_ORDERS = 720
+"""The most orders of equal reads that are tried; more of them keep the order in which they came."""
+
+
+def orders_of(
+    reads: Sequence[Read],
+    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    groups: Groups,
+    inside: frozenset[Letter],
+) -> Iterable[Sequence[int]]:
+    """Return the orders of the reads of an operator that commutes: by what they read, and all orders of those that
+    this does not tell apart."""
+    keys = [
+        (
+            read.node,
+            tuple(
+                (offset, tuple(sorted((stride, groups[key][1], key in inside) for key, stride in row)))
+                for (offset, _), row in zip(read.maps, rows, strict=True)
+            ),
+        )
+        for read, rows in zip(reads, terms, strict=True)
+    ]
+    order = sorted(range(len(reads)), key=keys.__getitem__)
+    ties: list[list[int]] = []
+    for at in order:
+        if ties and keys[ties[-1][0]] == keys[at]:
+            ties[-1].append(at)
+        else:
+            ties.append([at])
+    orders: list[list[int]] = [[]]
+    for tie in ties:
+        same = all(reads[at].maps == reads[tie[0]].maps for at in tie)
+        choices = [tie] if same else list(map(list, permutations(tie))) if len(tie) < 7 else [tie]
+        if len(orders) * len(choices) > _MOST_ORDERS:
+            choices = choices[:1]
+        orders = [[*before, *choice] for before in orders for choice in choices]
+    return orders
+
+
+def numbered(
+    reads: Sequence[Read],
+    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    order: Sequence[int],
+    inside: frozenset[Letter],
+    own: Sequence[Letter],
+    keep: Sequence[Letter],
+) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
+    """Return the reads in an order, with letters numbered as they are first read, and these letters."""
+    entry, within = dict.fromkeys(own), dict.fromkeys(keep)
+    for at in order:
+        for row in terms[at]:
+            for letter, _ in row:
+                (within if letter in inside else entry).setdefault(letter)
+    numbers = {letter: index for index, letter in enumerate((*entry, *within))}
+    encoded = tuple(
+        Read(reads[at].coefficient, reads[at].node, tuple(
+            (offset, tuple((numbers[letter], stride) for letter, stride in row))
+            for (offset, _), row in zip(reads[at].maps, terms[at], strict=True)
+        ))
+        for at in order
+    )  # fmt: skip
+    return encoded, list(entry), list(within)
+
+
+def nested(letters: Sequence[set[Letter]], over: set[Letter]) -> tuple[frozenset[int], set[Letter]] | None:
+    """Return some factors and letters that are summed first, as no other letter is read by some of these factors and
+    others: every letter is read by all of them, or by none; None where all letters are summed at once."""
+    readers: dict[frozenset[int], set[Letter]] = {}
+    for letter in over:
+        readers.setdefault(frozenset(at for at, used in enumerate(letters) if letter in used), set()).add(letter)
+    for members in sorted(readers, key=lambda members: (len(members), sorted(members))):
+        if len(members) < len(letters) and all(members <= o or members.isdisjoint(o) for o in readers):
+            return members, readers[members]
+    return None
+
+
+def components(letters: Sequence[set[Letter]], summed: set[Letter]) -> list[tuple[list[int], set[Letter]]]:
+    """Return the groups of factors that summed letters connect, each with these letters."""
+    groups: list[tuple[list[int], set[Letter]]] = []
+    for at, used in enumerate(letters):
+        over = used & summed
+        if not over:
+            continue
+        members = [at]
+        rest = []
+        for group in groups:
+            if group[1].isdisjoint(over):
+                rest.append(group)
+            else:
+                members, over = group[0] + members, over | group[1]
+        groups = [*rest, (members, over)]
+    return groups
