@@ -388,30 +388,34 @@ class Table:
             return Read(0, self.one, ())
         if len(reads) == 1:
             return reads[0]
-        common = set.intersection(*(set(self.scalars(read)) for read in reads))
+        common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*(Read(1, scalar, ()) for scalar in sorted(common)), rest], sizes)
+            return self._pure(1, [*sorted(common), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
 
-    def scalars(self, read: Read) -> tuple[int, ...]:
-        """Return the factors of a read that are single numbers."""
+    def common(self, read: Read) -> tuple[Read, ...]:
+        """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
+        numbers, and identity matrices."""
         node = self.nodes[read.node]
         if node.op != "product" or node.inner:
-            return () if node.sizes or node.op in ("one", "sum") else (read.node,)
-        return tuple(r.node for r in node.reads if not r.maps)
+            outside = node.op not in ("one", "sum") and (not node.sizes or read.node == self.delta)
+            return (read._replace(coefficient=1),) if outside else ()
+        factors = [r for r in node.reads if not r.maps or r.node == self.delta]
+        index = dict(enumerate(read.maps)) if factors else {}
+        return tuple(Read(1, r.node, substitute(r.maps, index)) for r in factors)
 
-    def without(self, read: Read, scalars: Collection[int], sizes: Mapping[Letter, int]) -> Read:
-        """Return a read without one factor of each of these."""
-        if not scalars:
+    def without(self, read: Read, factors: Collection[Read], sizes: Mapping[Letter, int]) -> Read:
+        """Return a read without one of each of these factors."""
+        if not factors:
             return read
         node, index = self.nodes[read.node], dict(enumerate(read.maps))
         if node.op != "product" or node.inner:
             return Read(read.coefficient, self.one, ())
         rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
-        for scalar in scalars:
-            rest.remove(Read(1, scalar, ()))
+        for factor in factors:
+            rest.remove(factor)
         return self._pure(read.coefficient, rest, sizes)
 
     # ---- places: ``delta[i, j]`` is 1 where i is j
