@@ -245,6 +245,8 @@ class Table:
         for at, read in enumerate(factors):
             node = self.nodes[read.node]
             if node.op in ("sum", "product") and self.touches(read, summed, sizes):
+                if node.op == "sum" and not self._in_pieces(read, summed):
+                    continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
@@ -558,6 +560,16 @@ class Table:
             and _length(terms[0][0], sizes, self.mesh) == node.sizes[at]
         }  # fmt: skip
         return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
+
+    def _in_pieces(self, read: Read, summed: Iterable[Letter]) -> bool:
+        """Return whether a product with a sum becomes a sum of products: each term is a piece that an identity matrix
+        places, or one of them compares ranks that are summed. Else each product would have as many terms as both
+        factors together."""
+        axes = {letter for letter in summed if isinstance(letter, str)}
+        if axes and any(letter in axes for loop in self._rows(read.node) for letter, _ in read.maps[loop][1]):
+            return True
+        nodes = (self.nodes[term.node] for term in self.nodes[read.node].reads)
+        return all(node.op == "product" and any(r.node == self.delta for r in node.reads) for node in nodes)
 
     def _rows(self, at: int) -> frozenset[int]:
         """Return the loops of a node that its identity matrices compare."""
