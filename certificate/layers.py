@@ -61,7 +61,7 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
     return parts if bias is None else [*parts, like(c.tensors, g, bias.shape)]
 
 
-# ---- convolutions: products with ``window[p, k, y]``, which is 1 where place k of the window of entry y is p
+# ---- convolutions: products with ``window 0[p, k, y]``, which is 1 where place k of the window of entry y is p
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -96,7 +96,7 @@ def _convolution(
     for at in range(rank):
         low, both = around[at]
         out.append((places[at] + both - reach[at] - 1) // strides[at] + 1)
-        values.append(t.leaf("window", (places[at], kernel[at], out[at]), (strides[at], low, dilations[at])))
+        values.append(t.leaf(f"window {at}", (places[at], kernel[at], out[at]), (strides[at], low, dilations[at])))
         rows.append([("p", at), ("k", at), ("y", at)])
     result = ["b", "g", "o", *(("y", at) for at in range(rank))]
     return values, rows, result, (x.shape[0], w.shape[0], *out)

@@ -248,6 +248,14 @@ def largest(t: Tensors, x: Value, dim: int) -> Value:
 
 
 @function
+def nonzero(t: Tensors, x: Item) -> Item:
+    """Return 1 where entries are not 0, as the results of comparisons are."""
+    if isinstance(x, Value) and x.coefficient == 1 and t.table.nodes[x.node].op in ("eq", "ne", "lt", "le", "gt", "ge"):
+        return x
+    return t.pointwise("ne", [_value(t, x), t.constant(0)])
+
+
+@function
 def within(t: Tensors, x: Value, low: Item, high: Item) -> Item:
     """Return 1 where entries are not below and not above two bounds, of which one may be missing."""
     bounds = [t.pointwise(op, [x, _value(t, bound)]) for op, bound in (("ge", low), ("le", high)) if bound is not None]
