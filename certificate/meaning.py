@@ -218,6 +218,8 @@ class Table:
         for at, read in enumerate(factors):
             node = self.nodes[read.node]
             if node.op in ("sum", "product") and self.touches(read, summed, sizes):
+                if node.op == "sum" and not self._in_pieces(read, summed):
+                    continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
@@ -361,32 +363,36 @@ class Table:
             return Read(0, self.one, ())
         if len(reads) == 1:
             return reads[0]
-        common = set.intersection(*(set(self.scalars(read)) for read in reads))
+        common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*(Read(1, scalar, ()) for scalar in sorted(common)), rest], sizes)
+            return self._pure(1, [*sorted(common), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
             self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
         return Read(lead, self.names.get(at, at), maps)
 
-    def scalars(self, read: Read) -> tuple[int, ...]:
-        """Return the factors of a read that are single numbers."""
+    def common(self, read: Read) -> tuple[Read, ...]:
+        """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
+        numbers, and identity matrices."""
         node = self.nodes[read.node]
         if node.op != "product" or node.inner:
-            return () if node.sizes or node.op in ("one", "sum") else (read.node,)
-        return tuple(r.node for r in node.reads if not r.maps)
+            outside = node.op not in ("one", "sum") and (not node.sizes or read.node == self.delta)
+            return (read._replace(coefficient=1),) if outside else ()
+        factors = [r for r in node.reads if not r.maps or r.node == self.delta]
+        index = dict(enumerate(read.maps)) if factors else {}
+        return tuple(Read(1, r.node, substitute(r.maps, index)) for r in factors)
 
-    def without(self, read: Read, scalars: Collection[int], sizes: Mapping[Letter, int]) -> Read:
-        """Return a read without one factor of each of these."""
-        if not scalars:
+    def without(self, read: Read, factors: Collection[Read], sizes: Mapping[Letter, int]) -> Read:
+        """Return a read without one of each of these factors."""
+        if not factors:
             return read
         node, index = self.nodes[read.node], dict(enumerate(read.maps))
         if node.op != "product" or node.inner:
             return Read(read.coefficient, self.one, ())
         rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
-        for scalar in scalars:
-            rest.remove(Read(1, scalar, ()))
+        for factor in factors:
+            rest.remove(factor)
         return self._pure(read.coefficient, rest, sizes)
 
     # ---- places: ``delta[i, j]`` is 1 where i is j
@@ -529,6 +535,16 @@ class Table:
             and length_of(terms[0][0], sizes, self.mesh) == node.sizes[at]
         }  # fmt: skip
         return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
+
+    def _in_pieces(self, read: Read, summed: Iterable[Letter]) -> bool:
+        """Return whether a product with a sum becomes a sum of products: each term is a piece that an identity matrix
+        places, or one of them compares ranks that are summed. Else each product would have as many terms as both
+        factors together."""
+        axes = {letter for letter in summed if isinstance(letter, str)}
+        if axes and any(letter in axes for loop in self._rows(read.node) for letter, _ in read.maps[loop][1]):
+            return True
+        nodes = (self.nodes[term.node] for term in self.nodes[read.node].reads)
+        return all(node.op == "product" and any(r.node == self.delta for r in node.reads) for node in nodes)
 
     def _rows(self, at: int) -> frozenset[int]:
         """Return the loops of a node that its identity matrices compare."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from . import attention, layers, routing, views  # noqa: F401  they enter their rows
 from .meaning import Table, Value
-from .operators import OPERATORS
-from .rows import CONSTANT, SLOPES, Call
+from .rows import CONSTANT, ROWS, SLOPES, Call
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type
 
@@ -123,7 +123,7 @@ class Reader:
         Raises:
             Refused: it has no row, or its results have other shapes than the line says.
         """
-        function = OPERATORS.get(line.op)
+        function = ROWS.get(line.op)
         if function is None:
             raise Refused(f"no row for `{line.op}`")
         call = self.call(line, values, types)

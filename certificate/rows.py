@@ -8,6 +8,7 @@ stated value: no row ignores one.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,8 +178,8 @@ def _expression(node: ast.expr) -> _Expression:
     match node:
         case ast.Name(id=name):
             return lambda t, given: given[name]
-        case ast.Constant(value=int() | float() as value):
-            exact = number(value)
+        case ast.Constant(value=value):
+            exact = number(value) if type(value) in (int, float) else value
             return lambda t, given: exact
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _expression(operand)
@@ -196,14 +197,145 @@ def _expression(node: ast.expr) -> _Expression:
     raise ValueError(f"rows.txt: `{ast.unparse(node)}` is no meaning")
 
 
-def _function(t: Tensors, name: str, items: Sequence[Item]) -> Value:
-    """Return a function of entries. Numbers are values too; words and flags are a part of its name."""
-    words = tuple(item for item in items if item is None or isinstance(item, bool | str))
+FUNCTIONS: dict[str, Callable[..., Item]] = {}
+"""The functions of rows.txt that are not of each entry."""
+
+
+def function(given: Callable[..., Item]) -> Callable[..., Item]:
+    """Enter a function under its name, for rows.txt."""
+    FUNCTIONS[given.__name__] = given
+    return given
+
+
+def _function(t: Tensors, name: str, items: Sequence[Item]) -> Item:
+    """Return a function of entries. Numbers are values too; words and flags are a part of its name, by their place."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name](t, *items)
+    words = tuple((at, item) for at, item in enumerate(items) if item is None or isinstance(item, bool | str))
     values = [_value(t, item) for item in items if item is not None and not isinstance(item, bool | str)]
     return t.pointwise(name, values, words)
 
 
-_ROW = re.compile(r"([\w.]+)\((.*?)\) = ([^~]+?)(?: ~ (.+))?")
+def listed(dims: int | Sequence[int] | None, rank: int) -> list[int]:
+    """Return the dims that an operator names, from 0 on; all of them where it names none."""
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [dim % max(rank, 1) for dim in ([dims] if isinstance(dims, int) else dims)] if rank else []
+
+
+@function
+def total(t: Tensors, x: Value, dims: Any = None, keep: bool = False) -> Value:
+    """Return the sum over some dims."""
+    return t.total(x, listed(dims, len(x.dims)), keep)
+
+
+@function
+def count(t: Tensors, x: Value, dims: Any = None) -> int:
+    """Return the number of entries along some dims."""
+    return math.prod(x.shape[dim] for dim in listed(dims, len(x.dims)))
+
+
+@function
+def wide(t: Tensors, g: Value, x: Value, dims: Any = None) -> Value:
+    """Return what has one entry along some dims, or lacks these, in the shape of ``x``."""
+    gone = listed(dims, len(x.dims))
+    return t.expand(t.reshape(g, [1 if at in gone else size for at, size in enumerate(x.shape)]), x.shape)
+
+
+@function
+def largest(t: Tensors, x: Value, dim: int) -> Value:
+    """Return the maximum along a dim, which stays."""
+    return t.largest(x, [dim] if x.dims else [], True)
+
+
+@function
+def nonzero(t: Tensors, x: Item) -> Item:
+    """Return 1 where entries are not 0, as the results of comparisons are."""
+    if isinstance(x, Value) and x.coefficient == 1 and t.table.nodes[x.node].op in ("eq", "ne", "lt", "le", "gt", "ge"):
+        return x
+    return t.pointwise("ne", [_value(t, x), t.constant(0)])
+
+
+@function
+def within(t: Tensors, x: Value, low: Item, high: Item) -> Item:
+    """Return 1 where entries are not below and not above two bounds, of which one may be missing."""
+    bounds = [t.pointwise(op, [x, _value(t, bound)]) for op, bound in (("ge", low), ("le", high)) if bound is not None]
+    return t.times(*bounds)
+
+
+@function
+def share(t: Tensors, g: Value, x: Value, other: Item, op: str) -> Value:
+    """Return the gradient of a larger (or smaller) of two: half of it goes to each where they are equal."""
+    other = _value(t, other)
+    equal, more = t.pointwise("eq", [x, other]), t.pointwise({"ge": "lt", "le": "gt"}[op], [x, other])
+    split = t.plus(t.times(equal, t.scaled(g, Fraction(1, 2))), t.times(_plus(t, 1, equal, -1), g))
+    return t.times(_plus(t, 1, more, -1), split)
+
+
+_ROW = re.compile(r"([\w.]+)\((.*?)\)(?: -> (\w+))? = ([^~]+?)(?: ~ (.+))?")
+FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+WHOLE = ("bool", "u8", "i8", "i16", "i32", "i64")
+"""Types of whole numbers, each with all numbers of those before it (but ``i8``)."""
+
+
+def demand_type(call: Call, dtype: Any) -> None:
+    """Refuse a type in which a result would be other numbers than its operand's."""
+    whole = all(type_.dtype in WHOLE for type_ in call.types.values())
+    if dtype is not None and dtype.text not in (("torch.int64", *FLOATS) if whole else FLOATS):
+        raise Refused(f"{call.line.op} in {dtype.text} has no rule")
+
+
+class _Parameters:
+    """The arguments that a row of rows.txt takes: names with their defaults, types that some must have, and literals
+    that others must equal."""
+
+    def __init__(self, op: str, text: str, result: str | None) -> None:
+        self.op, self.result = op, result
+        self.names: list[str] = []
+        self.defaults: dict[str, Any] = {}
+        self.types: dict[int, str] = {}
+        self.equal: dict[str, Any] = {}
+        for at, word in enumerate(filter(None, text.split(", "))):
+            head, equals, default = word.partition("=")
+            name, colon, rule = head.partition(": ")
+            self.names.append(name)
+            if rule in ("bool", "whole"):
+                self.types[at] = rule
+            elif colon:
+                self.equal[name] = ast.literal_eval(rule)
+            if equals:
+                self.defaults[name] = ast.literal_eval(default)
+
+    def items(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Item]:
+        """Return a call's arguments by name; numbers are exact.
+
+        Raises:
+            Refused: there are others, or some are not as they must be.
+        """
+        op, names = self.op, self.names
+        if len(call.args) > len(names):
+            raise Refused(f"{op} with {len(call.args)} arguments has no rule")
+        known = {**self.defaults, **dict(zip(names, call.args, strict=False))}
+        known |= {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        for at, name in enumerate(names):
+            if name not in known:
+                raise Refused(f"{op} without `{name}` has no rule")
+            if name in self.equal and known[name] != self.equal[name]:
+                raise Refused(f"{op} with {known[name]!r} as its `{name}` has no rule")
+            if at in self.types and not _has_type(call, at, known[name], self.types[at]):
+                raise Refused(f"{op} of another `{name}` than {self.types[at]} has no rule")
+        if self.result is not None and (call.line.types[0].dtype == "bool") != (self.result == "bool"):
+            raise Refused(f"{op} to {call.line.types[0].dtype} has no rule")
+        demand_type(call, known.get("dtype"))
+        return {name: number(item) if type(item) in (int, float) else item for name, item in known.items()}
+
+
+def _has_type(call: Call, position: int, item: Any, rule: str) -> bool:
+    """Return whether an argument is of bools, or of whole numbers."""
+    if isinstance(item, Value):
+        dtype = call.types[position].dtype
+        return dtype == "bool" if rule == "bool" else dtype in WHOLE
+    return isinstance(item, bool if rule == "bool" else int)
 
 
 def _enter(text: str) -> None:
@@ -211,55 +343,40 @@ def _enter(text: str) -> None:
     match = _ROW.fullmatch(text)
     if match is None:
         raise ValueError(f"rows.txt: `{text}` is no row")
-    op, names, meaning = match[1], [], _expression(ast.parse(match[3], mode="eval").body)
-    defaults: dict[str, Any] = {}
-    for word in match[2].split(", "):
-        name, equals, default = word.partition("=")
-        names.append(name)
-        if equals:
-            defaults[name] = ast.literal_eval(default)
-
-    def items(call: Call, kwargs: dict[str, Any]) -> dict[str, Item]:
-        if len(call.args) > len(names):
-            raise Refused(f"{op} with {len(call.args)} arguments has no rule")
-        known = {**defaults, **dict(zip(names, call.args, strict=False))}
-        known |= {name: kwargs.pop(name) for name in list(kwargs) if name in defaults}
-        if missing := [name for name in names if name not in known]:
-            raise Refused(f"{op} without `{missing[0]}` has no rule")
-        return {name: number(item) if isinstance(item, int | float) and not isinstance(item, bool) else item
-                for name, item in known.items()}  # fmt: skip
-
-    ROWS[op] = lambda call: meaning(call.tensors, items(call, call.kwargs))
-    if match[4] is None:
-        if labels := re.fullmatch(r'"([^"]+)"\((\w+), (\w+)\)', match[3]):
-            SLOPES[op] = _product_slope(labels[1])
+    op, meaning = match[1], _expression(ast.parse(match[4], mode="eval").body)
+    parameters = _Parameters(op, match[2], match[3])
+    ROWS[op] = lambda call: meaning(call.tensors, parameters.items(call, call.kwargs))
+    if match[5] is None:
+        if labels := re.fullmatch(r'"([^"]+)"\((\w+), (\w+)\)', match[4]):
+            reads, _, result = labels[1].partition(" -> ")
+            rows = [part.split() for part in reads.split(", ")]
+            SLOPES[op] = lambda call, g, y: product_gradients(call.tensors, g, call.args, rows, result.split())
         return
-    body = ast.parse(match[4], mode="eval").body
+    body = ast.parse(match[5], mode="eval").body
     parts = [None if isinstance(part, ast.Constant) else _expression(part)
              for part in (body.elts if isinstance(body, ast.Tuple) else [body])]  # fmt: skip
     if not any(parts):
         CONSTANT.add(op)
 
     def gradients(call: Call, g: Value, y: Value) -> Gradients:
-        known = {"y": y, **items(call, dict(call.line.kwargs)), "g": g}
+        known = {"y": y, **parameters.items(call, dict(call.line.kwargs)), "g": g}
         return [None if part is None else like(call.tensors, part(call.tensors, known), x.shape)
                 for part, x in zip(parts, call.args, strict=False) if isinstance(x, Value)]  # fmt: skip
 
     SLOPES[op] = gradients
 
 
-def _product_slope(labels: str) -> Slope:
-    """Return the gradients of a product of two: each is the product of the result's gradient with the other."""
-    reads, _, result = labels.partition(" -> ")
-    one, other = (part.split() for part in reads.split(", "))
-
-    def gradients(call: Call, g: Value, y: Value) -> Gradients:
-        t, (one_of, two_of) = call.tensors, call.args
-        return [
-            t.product([g, two_of], [result.split(), other], one),
-            t.product([one_of, g], [one, result.split()], other),
-        ]
-
+def product_gradients(
+    t: Tensors, g: Value, values: Sequence[Value], rows: Sequence[Sequence[Any]], result: Sequence[Any], first: int = 9
+) -> list[Value]:
+    """Return the gradients of the first values of a product: each is the product of the result's with the others."""
+    gradients = []
+    for at, (x, row) in enumerate(zip(values[:first], rows, strict=False)):
+        if len(set(row)) < len(row):
+            raise Refused("the gradient of a diagonal has no rule")
+        others, labels = [*values[:at], *values[at + 1 :]], [*rows[:at], *rows[at + 1 :]]
+        kept = [name if size != 1 else None for name, size in zip(row, x.shape, strict=True)]
+        gradients.append(t.expand(t.product([g, *others], [result, *labels], kept), x.shape))
     return gradients
 
 

@@ -46,6 +46,12 @@ class Tensors:
         self.table, self.mesh = table, mesh
         self.constant = table.constant
 
+    def leaf(self, name: str, shape: Sequence[int], args: Hashable = (), sizes: Sequence[int] | None = None) -> Value:
+        """Return a tensor that nothing is known of but its name, or the first entries of one with other sizes."""
+        node = self.table.leaf(name, shape if sizes is None else sizes, args)
+        maps = tuple((0, ((at, 1),)) for at in range(len(shape)))
+        return self.table.value(Read(1, node, maps), [[at] for at in range(len(shape))], dict(enumerate(shape)))
+
     # ---- operators over labels
 
     def bind(
@@ -143,8 +149,8 @@ class Tensors:
     def factored(self, value: Value) -> tuple[Value, Value]:
         """Return a value as a single number times the rest, for what is linear in it."""
         read, dims, sizes = self.table.letters(value)
-        scalars = self.table.scalars(read)
-        number = self.table.product(read.coefficient, [Read(1, scalar, ()) for scalar in scalars], {})
+        scalars = [factor for factor in self.table.common(read) if not factor.maps]
+        number = self.table.product(read.coefficient, scalars, {})
         rest = self.table.without(read._replace(coefficient=1), scalars, sizes)
         return self.table.value(number, [], {}), self.table.value(rest, dims, sizes)
 

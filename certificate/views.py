@@ -1,0 +1,431 @@
+"""Rows of what moves entries: types, views, creation, and what is placed or found along a dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from .letters import number
+from .meaning import Value
+from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, like, listed, row, slope
+from .tensors import Tensors
+from .text import Refused
+
+# ---- types
+
+
+@row(
+    "aten.alias.default",
+    "aten.clone.default",
+    "parc.wait",
+    "parc.store.default",
+    "parc.load.default",
+    "parc.route.default",
+    "parc.round_int8",
+)
+def _(c: Call) -> Value:
+    return c.operand(0)
+
+
+row("aten.detach.default", constant=True)(ROWS["aten.alias.default"])
+
+
+@row("aten._to_copy.default")
+def _(c: Call) -> Value:
+    dtype, have = c.kwargs.pop("dtype").text, c.types[0].dtype
+    if dtype in FLOATS or (have in WHOLE and dtype in _WIDER[WHOLE.index(have) :]):
+        return c.operand(0)
+    return c.tensors.pointwise("whole", [c.args[0]], dtype)
+
+
+_WIDER = ("torch.bool", "torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
+
+
+@slope("aten._to_copy.default", "aten.clone.default", "aten.alias.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [g]
+
+
+# ---- views
+
+
+@row("aten.reshape.default", "aten.view.default")
+def _(c: Call) -> Value:
+    return c.tensors.reshape(*c.args)
+
+
+@slope("aten.reshape.default", "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [c.tensors.reshape(g, c.args[0].shape)]
+
+
+@row("aten.transpose.int")
+def _(c: Call) -> Value:
+    return c.tensors.transpose(*c.args)
+
+
+@slope("aten.transpose.int")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [c.tensors.transpose(g, *c.args[1:])]
+
+
+@row("aten.t.default")
+def _(c: Call) -> Value:
+    return c.tensors.transpose(c.args[0], 0, 1) if len(c.args[0].dims) == 2 else c.args[0]
+
+
+@slope("aten.t.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [c.tensors.transpose(g, 0, 1)]
+
+
+@row("aten.permute.default")
+def _(c: Call) -> Value:
+    x, order = c.args
+    return c.tensors.permute(x, [dim % len(order) for dim in order])
+
+
+@slope("aten.permute.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    order = [dim % len(c.args[1]) for dim in c.args[1]]
+    return [c.tensors.permute(g, [order.index(at) for at in range(len(order))])]
+
+
+@row("aten.expand.default")
+def _(c: Call) -> Value:
+    return c.tensors.expand(*c.args)
+
+
+@slope("aten.expand.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [like(c.tensors, g, c.args[0].shape)]
+
+
+@row("aten.unsqueeze.default")
+def _(c: Call) -> Value:
+    return c.tensors.unsqueeze(*c.args)
+
+
+@row("aten.squeeze.dim", "aten.squeeze.dims")
+def _(c: Call) -> Value:
+    x, dims = c.args
+    return c.tensors.squeeze(x, [dims] if isinstance(dims, int) else dims)
+
+
+def _bounds(size: int, start: Any, end: Any, step: int) -> tuple[int, int]:
+    """Return the start and the number of entries of a slice, as Python takes it."""
+    start, end, step = slice(start, end, step).indices(size)
+    return start, len(range(start, end, step))
+
+
+@row("aten.slice.Tensor")
+def _(c: Call) -> Value:
+    x, dim = c.args[0], c.at(1, 0)
+    step = c.at(4, 1)
+    start, size = _bounds(x.shape[dim], c.at(2), c.at(3), step)
+    return c.tensors.part(x, dim, start, size, step)
+
+
+@slope("aten.slice.Tensor")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, dim, step = c.args[0], c.at(1, 0), c.at(4, 1)
+    start, _ = _bounds(x.shape[dim], c.at(2), c.at(3), step)
+    return [c.tensors.place(g, dim, start, x.shape[dim], step)]
+
+
+@row("aten.slice_backward.default")
+def _(c: Call) -> Value:
+    g, shape, dim, start, end, step = c.args
+    start, size = _bounds(shape[dim], start, end, step)
+    if size != g.shape[dim]:
+        raise Refused(f"a gradient of {g.shape[dim]} entries is put back to {size}")
+    return c.tensors.place(g, dim, start, shape[dim], step)
+
+
+def _without(t: Tensors, x: Value, dim: int, start: int, size: int, step: int = 1) -> Value:
+    """Return a value with zeros in the place of some entries."""
+    return t.plus(x, t.place(t.part(x, dim, start, size, step), dim, start, x.shape[dim], step), by=(1, -1))
+
+
+@row("aten.slice_scatter.default")
+def _(c: Call) -> Value:
+    x, part, dim, step = c.args[0], c.args[1], c.at(2, 0), c.at(5, 1)
+    start, size = _bounds(x.shape[dim], c.at(3), c.at(4), step)
+    if size != part.shape[dim]:
+        raise Refused(f"{part.shape[dim]} entries are put in the place of {size}")
+    new = c.tensors.place(part, dim, start, x.shape[dim], step)
+    return c.tensors.plus(_without(c.tensors, x, dim, start, size, step), new)
+
+
+@slope("aten.slice_scatter.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    dim, step = c.at(2, 0), c.at(5, 1)
+    start, size = _bounds(g.shape[dim], c.at(3), c.at(4), step)
+    return [_without(c.tensors, g, dim, start, size, step), c.tensors.part(g, dim, start, size, step)]
+
+
+@row("aten.select_scatter.default")
+def _(c: Call) -> Value:
+    x, part, dim, at = c.args
+    dim, at = dim % len(x.dims), at % x.shape[dim]
+    return c.tensors.plus(_without(c.tensors, x, dim, at, 1), _put(c.tensors, part, dim, at, x.shape[dim]))
+
+
+@slope("aten.select_scatter.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    dim, at = c.args[2], c.args[3] % g.shape[c.args[2]]
+    return [_without(c.tensors, g, dim, at, 1), c.tensors.select(g, dim, at)]
+
+
+@row("aten.select.int")
+def _(c: Call) -> Value:
+    return c.tensors.select(*c.args)
+
+
+@slope("aten.select.int")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, dim, at = c.args
+    return [_put(c.tensors, g, dim % len(x.dims), at % x.shape[dim], x.shape[dim])]
+
+
+def _put(t: Tensors, g: Value, dim: int, at: int, size: int) -> Value:
+    return t.place(t.unsqueeze(g, dim), dim, at, size)
+
+
+@row("aten.select_backward.default")
+def _(c: Call) -> Value:
+    g, shape, dim, at = c.args
+    return _put(c.tensors, g, dim % len(shape), at % shape[dim], shape[dim])
+
+
+def _parts(c: Call) -> tuple[int, list[int]]:
+    """Return the dim of a split, and the sizes of its parts."""
+    x, sizes, dim = c.args[0], c.args[1], c.at(2, 0)
+    whole = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
+    if sum(sizes) != whole:
+        raise Refused(f"a dim of {whole} is split into {sizes}")
+    return dim, list(sizes)
+
+
+@row("aten.split.Tensor", "aten.split_with_sizes.default")
+def _(c: Call) -> tuple[Value, ...]:
+    dim, sizes = _parts(c)
+    return tuple(c.tensors.part(c.args[0], dim, sum(sizes[:at]), size) for at, size in enumerate(sizes))
+
+
+@slope("aten.split.Tensor", "aten.split_with_sizes.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    (dim, sizes), t, whole = _parts(c), c.tensors, sum(_parts(c)[1])
+    placed = [t.place(g, dim, sum(sizes[:at]), whole) for at, g in enumerate(c.grads) if g is not None]
+    return [t.plus(*placed)]
+
+
+@row("aten.cat.default")
+def _(c: Call) -> Value:
+    return c.tensors.cat(c.args[0], c.at(1, 0))
+
+
+@slope("aten.cat.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    dim, start, parts = c.at(1, 0), 0, []
+    for x in c.args[0]:
+        parts.append(c.tensors.part(g, dim, start, x.shape[dim]))
+        start += x.shape[dim]
+    return parts
+
+
+@row("aten.unbind.int")
+def _(c: Call) -> tuple[Value, ...]:
+    x, dim = c.args[0], c.at(1, 0)
+    return tuple(c.tensors.select(x, dim, at) for at in range(x.shape[dim]))
+
+
+@slope("aten.unbind.int")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, (dim,), t = c.args[0], listed(c.at(1, 0), len(c.args[0].dims)), c.tensors
+    return [t.plus(*(_put(t, g, dim, at, x.shape[dim]) for at, g in enumerate(c.grads) if g is not None))]
+
+
+@row("aten.stack.default")
+def _(c: Call) -> Value:
+    dim = c.at(1, 0)
+    return c.tensors.cat([c.tensors.unsqueeze(x, dim) for x in c.args[0]], dim)
+
+
+@slope("aten.stack.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [c.tensors.select(g, c.at(1, 0), at) for at in range(len(c.args[0]))]
+
+
+# ---- creation
+
+
+@row("aten.full.default", constant=True)
+def _(c: Call) -> Value:
+    dtype, fill = c.kwargs.pop("dtype").text, number(c.args[1])
+    if dtype not in FLOATS and (not isinstance(fill, int) or (dtype == "torch.bool" and fill not in (0, 1))):
+        raise Refused(f"{c.line.op} of {fill} in {dtype} has no rule")
+    return c.tensors.constant(fill, c.args[0])
+
+
+@row("parc.iota.default", "aten.arange.start_step", constant=True)
+def _(c: Call) -> Value:
+    if c.line.op == "parc.iota.default":
+        (size, start, step, dtype), local = c.args, c.line.types[0].local[0]
+    else:
+        start, step, dtype, local = c.args[0], c.at(2, 1), c.kwargs.pop("dtype"), c.line.types[0].local[0]
+        size = math.ceil((number(c.args[1]) - number(start)) / Fraction(number(step)))
+    start, step = number(start), number(step)
+    if size != local or (dtype.text not in FLOATS and not (isinstance(start, int) and isinstance(step, int))):
+        raise Refused(f"{c.line.op} of other entries than its type says")
+    return c.tensors.plus(c.position(0, c.line.types[0]), c.tensors.constant(start), by=(step, 1))
+
+
+@row("parc.stream_key.default", constant=True)
+def _(c: Call) -> Value:
+    rng, name, seed = c.args
+    return c.tensors.opaque("stream", (name, seed), [rng], [["n"]], [], ["n"])
+
+
+@row("parc.dropout_mask.default", constant=True)
+def _(c: Call) -> Value:
+    key, shape, chance, _ = c.args
+    return _drawn(c, key, shape, ("dropout", number(chance)))
+
+
+@row("parc.random.default", constant=True)
+def _(c: Call) -> Value:
+    key, shape, kind, dtype = c.args
+    return _drawn(c, key, shape, (kind, dtype.text))
+
+
+def _drawn(c: Call, key: Value, shape: Sequence[int], facts: tuple[Any, ...]) -> Value:
+    """Return what a generator draws for each entry of a whole value, by a key and the entry's place."""
+    type_ = c.line.types[0]
+    if tuple(shape) != type_.local:
+        raise Refused(f"{c.line.op} draws {shape}, and its type says {list(type_.local)}")
+    return c.tensors.pointwise("drawn", [key, *c.positions(type_)], (*facts, type_.shape))
+
+
+# ---- along dims
+
+
+@row("aten.triu.default", "aten.tril.default")
+def _(c: Call) -> Value:
+    return c.tensors.times(c.args[0], _triangle(c))
+
+
+@slope("aten.triu.default", "aten.tril.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [c.tensors.times(g, _triangle(c))]
+
+
+def _triangle(c: Call) -> Value:
+    """Return 1 in the triangle that an operator keeps of the last two dims, else 0."""
+    t, rows, columns = c.tensors, *c.positions(c.types[0])[-2:]
+    beyond = t.plus(columns, rows, by=(1, -1))
+    return t.pointwise("ge" if ".triu." in c.line.op else "le", [beyond, t.constant(c.at(1, 0))])
+
+
+@row("aten.repeat.default")
+def _(c: Call) -> Value:
+    x, times = c.args
+    shape = (*(1,) * (len(times) - len(x.dims)), *x.shape)
+    wide = c.tensors.reshape(x, [size for each in shape for size in (1, each)])
+    wide = c.tensors.expand(wide, [size for pair in zip(times, shape, strict=True) for size in pair])
+    return c.tensors.reshape(wide, [count * size for count, size in zip(times, shape, strict=True)])
+
+
+@slope("aten.repeat.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, times = c.args
+    shape = (*(1,) * (len(times) - len(x.dims)), *x.shape)
+    each = c.tensors.reshape(g, [size for pair in zip(times, shape, strict=True) for size in pair])
+    return [c.tensors.reshape(c.tensors.total(each, range(0, 2 * len(shape), 2)), x.shape)]
+
+
+@row("aten.flip.default")
+def _(c: Call) -> Value:
+    return _flip(c.tensors, *c.args)
+
+
+def _flip(t: Tensors, x: Value, dims: Sequence[int]) -> Value:
+    _, letters, sizes = t.table.letters(x)
+    gone = {letter for dim in listed(dims, len(x.dims)) for letter in letters[dim]}
+    index = {
+        letter: (sizes[letter] - 1, ((letter, -1),)) if letter in gone else (0, ((letter, 1),)) for letter in sizes
+    }
+    return t.view(x, letters, index, sizes)
+
+
+@slope("aten.flip.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [_flip(c.tensors, g, c.args[1])]
+
+
+@row("aten.cumsum.default")
+def _(c: Call) -> Value:
+    demand_type(c, c.kwargs.pop("dtype", None))
+    return _running(c.tensors, *c.args)
+
+
+@slope("aten.cumsum.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    t, dim = c.tensors, c.args[1]
+    return [_flip(t, _running(t, _flip(t, g, [dim]), dim), [dim])]
+
+
+def _running(t: Tensors, x: Value, dim: int) -> Value:
+    """Return the sum of all entries of a dim up to each."""
+    if not x.dims:
+        return x
+    size, labels = x.shape[dim], list[Any](range(len(x.dims)))
+    until = t.leaf("not after", (size, size), (), (0, 0))
+    result = [*labels]
+    result[dim] = "until"
+    return t.product([x, until], [labels, ["until", labels[dim]]], result)
+
+
+@row("aten.constant_pad_nd.default")
+def _(c: Call) -> Value:
+    x, pad = c.args[:2]
+    fill = number(c.at(2, 0))
+    y = _padded(c.tensors, x, pad)
+    if not fill:
+        return y
+    inside = _padded(c.tensors, c.tensors.constant(1, x.shape), pad)
+    rest = c.tensors.plus(c.tensors.constant(1), inside, by=(1, -1))
+    return c.tensors.plus(y, c.tensors.times(rest, c.tensors.constant(fill)))
+
+
+@slope("aten.constant_pad_nd.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [_padded(c.tensors, g, [-each for each in c.args[1]])]
+
+
+def _padded(t: Tensors, x: Value, pad: Sequence[int]) -> Value:
+    """Return a value with zeros before and behind the entries of its last dims, or without some of these."""
+    for at in range(0, len(pad), 2):
+        dim, (low, high) = len(x.dims) - 1 - at // 2, pad[at : at + 2]
+        size = x.shape[dim]
+        x = t.part(x, dim, max(-low, 0), size - max(-low, 0) - max(-high, 0))
+        low, high = max(low, 0), max(high, 0)
+        x = t.place(x, dim, low, x.shape[dim] + low + high)
+    return x
+
+
+@row("aten.unfold.default")
+def _(c: Call) -> Value:
+    t, (x, dim, size, step) = c.tensors, c.args
+    (dim,), count = listed(dim, len(x.dims)), (x.shape[dim] - size) // step + 1
+    _, dims, sizes = t.table.letters(x)
+    if len(dims[dim]) != 1:
+        raise Refused(f"{c.line.op} of a dim of {x.dims[dim]} has no rule")
+    index = {letter: (0, ((letter, 1),)) for letter in sizes}
+    index[dims[dim][0]] = (0, ((("at", 0), step), (("at", 1), 1)))
+    dims[dim] = [("at", 0)]
+    return t.view(x, [*dims, [("at", 1)]], index, {**sizes, ("at", 0): count, ("at", 1): size})
