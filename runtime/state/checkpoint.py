@@ -386,8 +386,10 @@ def _check_format(named: Path, facts: Mapping[str, Any]) -> None:
 
     Raises:
         RunError: it is of a newer format.
-        TypeError: its format is no number.
+        TypeError: its format is no number, or it has no facts.
     """
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"its {FACTS} is a {type(facts).__name__}, and no object of facts")
     have = facts.get("format", CHECKPOINT_FORMAT)
     if type(have) is not int:
         raise TypeError(f"its {FACTS} has the format {have!r}")
