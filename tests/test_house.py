@@ -195,6 +195,7 @@ READERS = {
                      "parc/proposing/proposal.py", "runtime/session/one_build.py", "runtime/ranks/faults.py"),
                   "parc's own files"),
     "runtime/ranks/wire.py": "messages, whose length is bounded",
+    "parc/cli/__init__.py": "the null device",
     **dict.fromkeys(("runtime/launch/failures.py", "runtime/launch/voices.py", "compiler/build/folders.py",
                      "compiler/initial/exported.py", "runtime/observe/observer.py", "parc/cli/export.py",
                      "parc/cli/fmt.py", "parc/report.py", "parc/checking/verification.py"),

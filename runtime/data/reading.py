@@ -245,13 +245,14 @@ class Crew:
         """Return the fault of workers from which nothing came for ``limit`` seconds."""
         asked = self._noted()
         for process in self._processes:
-            for number in (signal.SIGUSR1, signal.SIGCONT) if process.pid and process.is_alive() else ():
-                os.kill(process.pid, number)  # a worker that was stopped (SIGSTOP) answers too
+            if process.pid and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(process.pid, signal.SIGCONT)  # a worker that was stopped (SIGSTOP) answers too
         time.sleep(min(_LOOK_S, limit / 10))
         noted = self._noted()
-        process = max(noted, key=lambda process: bool(noted[process][2]), default=0)
-        *_, at = noted.get(process, ("",))
-        what, code, _ = asked.get(process, ("", "", ""))
+        hanging = max(noted, key=lambda number: bool(noted[number][2]), default=0)
+        at = noted.get(hanging, ("", "", ""))[2]
+        what, code, _ = asked.get(hanging, ("", "", ""))
         return Failed(_too_slow(what or "the data", limit), _SLOW_HELP, (at or code) and f"it is at {at or code}")
 
     def end(self) -> None:
