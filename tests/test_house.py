@@ -192,7 +192,7 @@ READERS = {
     **dict.fromkeys(("grammar/codes.py", "grammar/parse.py", "compiler/plan/include.py",
                      "compiler/schedules/__init__.py",
                      "parc/cli/example.py", "parc/compiling/callable_faults.py", "parc/page/page.py",
-                     "parc/proposing/proposal.py", "runtime/session/one_build.py", "runtime/ranks/faults.py"),
+                     "parc/proposing/proposal.py", "runtime/session/one_build.py"),
                   "parc's own files"),
     "runtime/ranks/wire.py": "messages, whose length is bounded",
     **dict.fromkeys(("runtime/launch/failures.py", "runtime/launch/voices.py", "compiler/build/folders.py",

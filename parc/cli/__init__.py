@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         args = parse_words(words)
     except SystemExit as stop:  # argparse has said what is wrong, or printed its help
@@ -90,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser_of(words)[0].print_help(sys.stderr)
         return 2
     return _run_command(args)
+
+
+def _open_streams() -> None:
+    """Open the streams that this process was started without. Else the next file that it opens has the number of one,
+    and what C prints is written there."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it is the lowest free number: this one
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _run_command(args: argparse.Namespace) -> int:

@@ -446,9 +446,13 @@ def _rank(args: argparse.Namespace) -> int:
         code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
-        leave_failure(failure)
-        if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+        try:
+            leave_failure(failure)
+        except OSError:  # the disk is full, say: this may be why it failed
             say(failure.text())
+        else:
+            if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+                say(failure.text())
         code = failure.exit_code
     LIFELINE.remove_traces()
     # A normal exit of the interpreter destroys torch's groups under their own threads, which sometimes aborts it.

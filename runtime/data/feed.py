@@ -30,7 +30,7 @@ from ..ranks.faults import RunError
 from ..ranks.processes import data_limit_s
 from ..ranks.waits import WAITS
 from .random_batch import beyond, beyond_help, class_bounds
-from .reading import SLOW_HELP, Closing, RowReader, in_thread, reading_at, too_slow
+from .reading import Closing, RowReader, in_thread
 from .samples import DataError, raised_at, sample_misfit
 from .sources import OWN_CODE, line_of, make_data
 
@@ -274,14 +274,16 @@ class Feed:
         ahead, self._ahead = self._ahead, None
         with WAITS.data():
             hit = ahead is not None and ahead[0] == step
-            ready = self._awaited(ahead[1], step) if ahead is not None and hit else self._read(reader, step, steps)
+            ready = (
+                self._awaited(reader, ahead[1], step) if ahead is not None and hit else self._read(reader, step, steps)
+            )
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, in_thread(lambda: self._read(reader, step + 1, steps), self._closed)
         parts = [{name: value.to(self.device) for name, value in part.items()} for part in ready.parts]
         return HashedParts(parts, ready.hashes)
 
-    def _awaited(self, ahead: Future[HashedParts], step: int) -> HashedParts:
-        """Return what was read ahead.
+    def _awaited(self, reader: RowReader, ahead: Future[HashedParts], step: int) -> HashedParts:
+        """Return what a reader reads ahead.
 
         Raises:
             RunError: it cannot be read, or not before other ranks give up on this one.
@@ -290,8 +292,9 @@ class Feed:
         try:
             return ahead.result(None if math.isinf(limit) else limit)
         except TimeoutError:
-            notes = [note for note in (self._line, reading_at()) if note]
-            raise RunError(BAD_DATA, f"step {step + 1}: {too_slow('the data', limit)}", SLOW_HELP, notes) from None
+            late = reader.late(limit)
+            notes = [note for note in (self._line, late.place) if note]
+            raise RunError(BAD_DATA, f"step {step + 1}: {late.message}", late.help, notes) from None
 
     @property
     def count(self) -> int | None:

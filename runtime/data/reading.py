@@ -143,6 +143,15 @@ class RowReader:
                 if time.monotonic() >= until:
                     return self._crew.slow(limit)
 
+    def late(self, limit: float) -> Failed:
+        """Return the fault of a call in another thread that has not ended for ``limit`` seconds. Its workers end, and
+        with them the call."""
+        if not self._workers:
+            return Failed(_too_slow("the data", limit), _SLOW_HELP, _reading_at())
+        fault = self._crew.slow(limit)
+        self._crew.end()
+        return fault
+
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
         firsts = range(first, self._end, self._batch)
@@ -158,10 +167,10 @@ class RowReader:
             self._loaders[:] = [iter(loader)]
 
 
-SLOW_HELP = "make the dataset faster, or let ranks wait longer with `--timeout S`"
+_SLOW_HELP = "make the dataset faster, or let ranks wait longer with `--timeout S`"
 
 
-def too_slow(what: str, limit: float) -> str:
+def _too_slow(what: str, limit: float) -> str:
     """Return the message of data that does not come for ``limit`` seconds."""
     return f"{what} was not read within {limit:.0f} s"
 
@@ -209,7 +218,10 @@ class Crew:
         noted = {}
         for file in self._files:
             data = os.pread(file.fileno(), _NOTE + _STACK, 0).decode("utf-8", "replace")
-            process, what, code = data[:_NOTE].strip(" \0").split("\n")
+            process, *asked = data[:_NOTE].strip(" \0").split("\n")
+            if not asked:  # it has not begun
+                continue
+            what, code = asked
             _, frames = stack_frames(data[_NOTE:].partition("/_utils/worker.py")[0])  # beyond it are the rank's own
             at = f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
             noted[int(process)] = what, code, at
@@ -231,12 +243,17 @@ class Crew:
 
     def slow(self, limit: float) -> Failed:
         """Return the fault of workers from which nothing came for ``limit`` seconds."""
+        asked = self._noted()
         for process in self._processes:
             if process.pid and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(_LOOK_S)
-        what, code, at = max(self._noted().values(), key=lambda noted: bool(noted[2]))
-        return Failed(too_slow(what or "the data", limit), SLOW_HELP, (at or code) and f"it is at {at or code}")
+                os.kill(process.pid, signal.SIGCONT)  # a worker that was stopped (SIGSTOP) answers too
+        time.sleep(min(_LOOK_S, limit / 10))
+        noted = self._noted()
+        hanging = max(noted, key=lambda number: bool(noted[number][2]), default=0)
+        at = noted.get(hanging, ("", "", ""))[2]
+        what, code, _ = asked.get(hanging, ("", "", ""))
+        return Failed(_too_slow(what or "the data", limit), _SLOW_HELP, (at or code) and f"it is at {at or code}")
 
     def end(self) -> None:
         """End all workers at once: one that hangs would be waited for."""
@@ -283,7 +300,7 @@ def in_thread(read: Callable[[], _Read], closed: threading.Event) -> Future[_Rea
     return future
 
 
-def reading_at() -> str:
+def _reading_at() -> str:
     """Return where in a person's file a thread reads, "" where none does."""
     frames = sys._current_frames()
     for thread in _READERS:

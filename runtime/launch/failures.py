@@ -104,7 +104,11 @@ def stop_of(number: int, folder: Path) -> Failure | None:
 
 
 def leave_failure(failure: Failure) -> bool:
-    """Write a failure where the launcher reads it. Return False without a launcher that does."""
+    """Write a failure where the launcher reads it. Return False without a launcher that does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path = os.environ.get(_ERROR_FILE)
     if path is None:
         return False

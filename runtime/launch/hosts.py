@@ -240,6 +240,8 @@ class Hosts:
                         return met
             except TimeoutError:
                 self._why = "what listens there does not answer as a launcher of parc does"
+            except ConnectionRefusedError:  # asyncio's own text repeats the address
+                self._why = "nothing listens there"
             except (OSError, EOFError) as error:
                 self._why = (getattr(error, "strerror", None) or str(error)).lower()
             self._news = f"waiting for the first host at `{self._endpoint}`: {self._why}"

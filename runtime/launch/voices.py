@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, final
@@ -45,6 +45,7 @@ def speaking() -> Iterator[None]:
     """Enter a block in which this process prints as one of a run. A rank's output goes to a file that the launcher
     reads, if there is one; the first rank of a host prints on, and its lines are copied there. Output that nobody takes
     is no error: see ``unheard``."""
+    # A process that is started without a stream has None there.
     before, folder, local = (sys.stdout, sys.stderr), os.environ.get(VOICES), os.environ.get("LOCAL_RANK")
     file = None
     if folder is not None and local is not None:
@@ -55,12 +56,12 @@ def speaking() -> Iterator[None]:
             os._exit(128 + signal.SIGHUP)
     if file is not None and local != "0":
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
             os.dup2(file.fileno(), number)
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)  # the lines of both in their order
     else:
-        # A process that is started without a stream has None there.
         sys.stdout, sys.stderr = (stream and _Heard(stream, file) for stream in before)
     try:
         yield
@@ -89,10 +90,11 @@ class _Heard:
         """Write text, and copy the lines that it ends."""
         *lines, line = (self._line + text).split("\n")
         self._line = line.rpartition(_BACK)[2]  # a progress bar overwrites its line
-        with self._lost():
-            if lines and self._copy is not None:
+        if lines and self._copy is not None:
+            with suppress(OSError):  # the disk is full, say; other ranks' lines are then shown beside this one's
                 self._copy.write("".join(f"{line.rpartition(_BACK)[2]}\n" for line in lines))
                 self._copy.flush()
+        with self._lost():
             self._stream.write(text)
         return len(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -218,16 +219,14 @@ def _writes_infinity(line: Line) -> bool:
 StackFrame = tuple[str, str, str]
 """A frame of a stack: file, line, function."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_PARC = str(Path(__file__).resolve().parents[2])
+_FOREIGN = tuple(
+    f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), *torch.__path__, Path(__file__).parents[2])
+)
+"""The folders of Python, of torch and of parc itself."""
 
 
 def stack_frames(text: str) -> tuple[list[StackFrame], list[StackFrame]]:
     """Return the frames of a stack that Python's faulthandler wrote, the innermost first, and those of them that are in
     a person's own files."""
     frames = _FRAME.findall(text)
-    return frames, [frame for frame in frames if not _foreign(frame[0])]
-
-
-def _foreign(file: str) -> bool:
-    """Return whether a file belongs to Python, torch or parc itself."""
-    return file.startswith((sysconfig.get_path("stdlib"), _PARC, "<")) or "/parc/" in file or "/torch/" in file
+    return frames, [frame for frame in frames if not frame[0].startswith((*_FOREIGN, "<"))]

@@ -49,3 +49,10 @@ def test_a_process_ends_without_taking_python_apart(how: str, code: int, said: s
     words = [sys.executable, "-c", ENDING.replace("{how}", how), "build"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "done, told\n") and said in done.stderr
+
+
+def test_streams_that_a_process_was_started_without_are_opened() -> None:
+    checks = "os.write(2, b'said'); os._exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+    code = f"import os, sys; import parc.cli as cli; cli._open_streams(); {checks}"
+    lacking = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", lacking, sys.executable, code], check=False).returncode == 0

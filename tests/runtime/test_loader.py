@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import parc
 from parc.grammar.codes import BAD_DATA
-from parc.runtime.data import reading
+from parc.runtime.data import feed, reading
 from parc.runtime.launch.load import dataloader
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
@@ -255,6 +255,34 @@ def test_workers_of_a_plan_change_no_number(tmp_path: Path) -> None:
         with parc.load(build(tmp_path, ONE, WITH_DATASET.replace("shuffle", words), name)) as session:
             losses.append([session.step().loss for _ in range(3)])
     assert losses[0] == losses[1]
+
+
+HANGING = """
+import time
+class Rows:
+    def __len__(self):
+        return 40
+    def __getitem__(self, number):
+        time.sleep(3600 * (number == 21))
+        return [number] * 8, [number] * 8
+"""
+
+
+def test_a_worker_of_a_plan_that_hangs_is_said_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.py").write_text(HANGING)
+    plan = CALM.replace('bytes "*.py"', 'dataset "./rows.py:Rows" () workers 2')
+    monkeypatch.setattr(feed, "data_limit_s", lambda: 3.0)
+    monkeypatch.setattr(reading, "data_limit_s", lambda: 60.0)
+    before = set(multiprocessing.active_children())
+    with parc.load(build(tmp_path, ONE, plan)) as session:
+        said = r"entry 21 of the dataset was not read within 3 s(.*\n)+.*it is at \S*rows.py:7 in __getitem__"
+        with pytest.raises(RunError, match=said):
+            for _ in range(3):
+                session.step()
+        until = time.monotonic() + 10
+        while (left := set(multiprocessing.active_children()) - before) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not left
 
 
 def test_what_a_loader_cannot_do_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,12 @@ def test_lines_that_no_longer_go_to_their_files_are_shown(tmp_path: Path, capsys
     assert told == f"`{logs}` cannot be written: is a directory; from here on lines of ranks are shown instead"
     assert lines == ["[rank 2] lost?", "[rank 2] next", "[rank 1] shown"]
     assert (logs / "rank1.log").read_text() == "kept\n"
+
+
+def test_a_copy_on_a_full_disk_takes_no_line_from_the_first_rank() -> None:
+    stream = io.StringIO()
+    with suppress(OSError), open("/dev/full", "w") as full:  # to close it is an error, too
+        heard = _Heard(stream, full)
+        heard.write("step 1\nstep 2\n")
+        heard.write("step 3\n")
+    assert stream.getvalue() == "step 1\nstep 2\nstep 3\n"
