@@ -311,12 +311,14 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 def _(c: Call) -> Value:
     g, index, _, padding, _ = c.args
     c.demand(4, False)
+    c.demand(2, c.line.types[0].local[0])
     return _put_back(c, g, index, c.line.types[0], padding)
 
 
 @row("parc.lookup_backward.default")
 def _(c: Call) -> Value:
     g, index, _, padding = c.args
+    c.demand(2, c.line.types[0].local[0])
     return _put_back(c, g, index, c.line.types[0], padding)
 
 

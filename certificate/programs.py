@@ -17,6 +17,8 @@ MESSAGES = (
     "parc.reduce_scatter_int8", "parc.all_gather_int8",
 )  # fmt: skip
 """The collectives that may run while other lines do."""
+UNREADABLE = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+"""The errors of rows that read arguments which no program gives them."""
 MOST_TOLD = 3
 """The most lines that are told where a build is not what its model is."""
 Settle = Callable[[str, Value], Value]
@@ -193,6 +195,8 @@ class Reader:
                     _, results = self.line(line, values, types)
             except Refused as error:
                 raise error if ".py:" in str(error) else Refused(f"{where}: {error} ({line.origin})") from None
+            except UNREADABLE as error:
+                raise Refused(f"{where}: `{line.op}` is not called so ({type(error).__name__}: {error})") from None
             if len(results) != len(line.results):
                 raise Refused(f"{where}: `{line.op}` makes {len(results)} values, not {len(line.results)}")
             for name, type_, value in zip(line.results, line.types, results, strict=True):

@@ -479,8 +479,12 @@ class Step:
             if not running:
                 break
             place = next(iter(waiting.values()))[0]
-            members = [roles[at] for at in place[1] if 0 <= at < len(roles)]
-            if any(member not in waiting or waiting[member][0] != place for member in members) or not members:
+            members = [roles[at] for at in sorted(set(place[1])) if 0 <= at < len(roles)]
+            if (
+                len(members) != len(place[1])
+                or any(member not in waiting or waiting[member][0] != place for member in members)
+                or not members
+            ):
                 raise Refused(f"roles do not meet at a sum over {list(place[1])} of `{place[0]}` in {action}")
             total = self.tensors.plus(*(waiting[member][1] for member in members))
             for member in members:
