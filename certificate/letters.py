@@ -71,10 +71,7 @@ def ordered(strides: Mapping[Letter, int]) -> tuple[tuple[Letter, int], ...]:
 
 
 class Instead(dict[Letter, Affine]):
-    """A substitution of one letter, which leaves all others as they are."""
-
-    def __init__(self, letter: Letter, index: Affine) -> None:
-        super().__init__({letter: index})
+    """A substitution of some letters, which leaves all others as they are."""
 
     def __missing__(self, key: Letter) -> Affine:
         return (0, ((key, 1),))

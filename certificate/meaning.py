@@ -126,6 +126,7 @@ class Table:
         """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
         and others then has few terms. What is equal gets the name too, if all its terms are there together."""
         self.names: dict[int, int] = {}
+        self._parts: dict[Hashable, Read] = {}
         self._compared: dict[int, frozenset[int]] = {}
         self.one = self._add(Node("one", (), (), (), ()))
         self.zero = Value(0, self.one, (), ())
@@ -199,9 +200,15 @@ class Table:
         return node, tuple(index), lead
 
     def product(
-        self, coefficient: Number, reads: Sequence[Read], sizes: Mapping[Letter, int], summed: Iterable[Letter] = ()
+        self,
+        coefficient: Number,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        summed: Iterable[Letter] = (),
+        closed: int | None = None,
     ) -> Read:
-        """Return a product of reads, summed over some letters, in normal form."""
+        """Return a product of reads, summed over some letters, in normal form. The places in a ``closed`` node are as
+        simple as they get."""
         factors: list[Read] = []
         stack = list(reads)
         while stack:
@@ -217,7 +224,7 @@ class Table:
             return Read(0, self.one, ())
         for at, read in enumerate(factors):
             node = self.nodes[read.node]
-            if node.op in ("sum", "product") and self.touches(read, summed, sizes):
+            if node.op in ("sum", "product") and read.node != closed and self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
@@ -312,7 +319,7 @@ class Table:
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
-                return self.product(1, [first, *rest], sizes, over - inside)
+                return self.product(1, [first, *rest], sizes, over - inside, first.node)
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
 
@@ -447,7 +454,7 @@ class Table:
                 raise _NothingPickedError
             if low < 0 or high >= size:
                 continue
-            moved = [r._replace(maps=substitute(r.maps, Instead(letter, index))) for r in others]
+            moved = [r._replace(maps=substitute(r.maps, Instead({letter: index}))) for r in others]
             if letter in summed:
                 return moved, summed - {letter}
             if here[0] == 0 and stride == 1 and moved != others:
@@ -563,15 +570,50 @@ class Table:
         return known
 
     def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
-        """Return the read of a part of a node in normal form: what lies outside of a place is zero."""
-        if not self.touches(read, (), sizes):
+        """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and
+        zero outside of a place."""
+        node = self.nodes[read.node]
+        if not node.reads or not (self._cut(read, sizes) or self.touches(read, (), sizes)):
             return read
-        node, index = self.nodes[read.node], dict(enumerate(read.maps))
+        names: dict[Letter, Letter] = {}
+        for _, terms in read.maps:
+            for letter, _ in terms:
+                if not isinstance(letter, str):
+                    names.setdefault(letter, len(names))
+        there = {letter: (0, ((name, 1),)) for letter, name in names.items()}
+        key = read.node, substitute(read.maps, there), tuple(sizes[letter] for letter in names)
+        known = self._parts.get(key)
+        if known is None:
+            result = self._part(read._replace(coefficient=1), node, sizes)
+            known = self._parts[key] = result._replace(maps=substitute(result.maps, there))
+        back = {name: (0, ((letter, 1),)) for letter, name in names.items()}
+        return Read(reduced(read.coefficient * known.coefficient), known.node, substitute(known.maps, back))
+
+    def _part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
+        index = dict(enumerate(read.maps))
         if node.op == "sum":
-            terms = (Read(read.coefficient * r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
+            terms = (Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
             return self.sum([self.part(term, sizes) for term in terms], sizes)
-        reads, inside, over = self._opened(node, index, sizes, set())
-        return self.product(read.coefficient, [self.part(r, inside) for r in reads], inside, over)
+        if node.op == "product":
+            reads, inside, over = self._opened(node, index, sizes, set())
+            return self.product(1, [self.part(r, inside) for r in reads], inside, over)
+        shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
+        own = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
+        index.update((loop, (0, ((letter, 1),))) for loop, letter in own.items())
+        lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in own.items()}}
+        reads, lengths, over = self._opened(node, index, lengths, set())
+        within = [letter for letter in lengths if letter in over]
+        keep = () if node.op in ("largest", "squares") else within
+        reads = [self.part(r, lengths) for r in reads]
+        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(own.values()), keep=keep)
+        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in own.items()})))
+
+    def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
+        """Return whether a read is of some entries of a node alone."""
+        node = self.nodes[read.node]
+        return any(
+            self._range(index, sizes) != (0, size - 1) for index, size in zip(read.maps, node.sizes, strict=True)
+        )
 
     def _range(self, index: Affine, sizes: Mapping[Letter, int]) -> tuple[int, int]:
         """Return the least and the largest number of an index."""

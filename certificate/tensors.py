@@ -106,7 +106,7 @@ class Tensors:
         """Divide a letter into two."""
         letter, (outer, inner) = request.letter, request.sizes
         major, minor = (letter, "major"), (letter, "minor")
-        index = Instead(letter, (0, ((major, inner), (minor, 1))))
+        index = Instead({letter: (0, ((major, inner), (minor, 1)))})
         reads = [read._replace(maps=substitute(read.maps, index)) for read in reads]
         dims = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
         return reads, dims, {**sizes, major: outer, minor: inner}
@@ -263,7 +263,7 @@ class Tensors:
         """Return some entries of a dim: ``size`` of them from ``start`` on, every ``step``-th.
 
         Raises:
-            Refused: they are no such entries, or cut a dim of several parts across these.
+            Refused: they are no such entries.
         """
         dim %= len(value.dims)
         whole = math.prod(value.dims[dim])
@@ -274,7 +274,7 @@ class Tensors:
         read, dims, sizes = self.table.letters(value)
         letters = dims[dim]
         index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
-        inner = whole
+        inner, begin = whole, start
         kept: list[Letter] = []
         for at, letter in enumerate(letters):
             inner //= sizes[letter]
@@ -289,10 +289,20 @@ class Tensors:
                 sizes[kept[0]] = count
                 index[letter] = (start // inner, ((kept[0], step if inner == 1 else 1),))
                 break
-            raise Refused(f"{size} entries from {start} on cut a dim of {value.dims[dim]} across its parts")
+            return self._picked(value, dim, begin, size, step)
         dims[dim] = kept
         read = Read(read.coefficient, read.node, substitute(read.maps, index))
         return self.settled([read], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes))
+
+    def _picked(self, value: Value, dim: int, start: int, size: int, step: int) -> Value:
+        """Return entries of a dim that cut it across its parts: those where an identity matrix has their numbers."""
+        read, dims, sizes = self.table.letters(value)
+        row = ("row", 0)
+        sizes[row] = size
+        whole = _spread([math.prod(value.dims[dim])], dims[dim], sizes)[0]
+        mark = Read(1, self.table.delta, (whole, (start, ((row, step),))))
+        summed, dims[dim] = dims[dim], [row]
+        return self.settled([mark, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
 
     def select(self, value: Value, dim: int, at: int) -> Value:
         """Return one entry of a dim, without the dim."""
