@@ -31,7 +31,7 @@ def _names(c: Call) -> tuple[list[Value], list[Labels], Labels]:
         reads, arrow, result = equation.replace(" ", "").partition("->")
         if not arrow:
             raise Refused(f"{c.line.op} of `{equation}` has no rule")
-        rows = [_letters(part, len(x.dims)) for part, x in zip(reads.split(","), values, strict=True)]
+        rows: list[Labels] = [_letters(part, len(x.dims)) for part, x in zip(reads.split(","), values, strict=True)]
         most = max(len([name for name in row if isinstance(name, int)]) for row in rows)
         return list(values), rows, _letters(result, len(result.replace("...", "")) + most)
     x, y = c.args[:2]
@@ -99,7 +99,7 @@ def _convolution(
         out.append((places[at] + both - reach[at] - 1) // strides[at] + 1)
         values.append(t.leaf(f"window {at}", (places[at], kernel[at], out[at]), (strides[at], low, dilations[at])))
         rows.append([("p", at), ("k", at), ("y", at)])
-    result = ["b", "g", "o", *(("y", at) for at in range(rank))]
+    result: list[Hashable] = ["b", "g", "o", *(("y", at) for at in range(rank))]
     return values, rows, result, (x.shape[0], w.shape[0], *out)
 
 
@@ -156,13 +156,14 @@ def _spread(c: Call, x: Value, leaves: Sequence[Value], back: bool = False) -> V
     leaves [from, to]; ``back`` does so from there to here."""
     labels: list[Hashable] = list(range(len(x.dims) - 2))
     one, other = ("to", "from") if back else ("from", "to")
-    rows = [[*labels, (one, 0), (one, 1)], [("from", 0), ("to", 0)], [("from", 1), ("to", 1)]]
+    rows: list[Labels] = [[*labels, (one, 0), (one, 1)], [("from", 0), ("to", 0)], [("from", 1), ("to", 1)]]
     return c.tensors.product([x, *leaves], rows, [*labels, (other, 0), (other, 1)])
 
 
 def _averages(c: Call, shape: Sequence[int], facts: Sequence[Any]) -> list[Value]:
     """Return the share of each entry in each average of a window: (kernel, stride, padding, ceil, include, divisor)."""
-    kernel, stride, padding, ceil, include, divisor = [*facts, *([], 0, False, True, None)[len(facts) - 1 :]]
+    defaults: tuple[Any, ...] = ([], 0, False, True, None)
+    kernel, stride, padding, ceil, include, divisor = (*facts, *defaults[len(facts) - 1 :])
     if divisor is not None:
         raise Refused(f"{c.line.op} with a divisor has no rule")
     kernel, stride, padding = (_each(each, 2) for each in (kernel, stride or kernel, padding))
@@ -225,9 +226,10 @@ def _(c: Call) -> Value:
 @row("aten.max_pool2d_with_indices.default")
 def _(c: Call) -> tuple[Value, Value]:
     t, x = c.tensors, c.args[0]
-    kernel, stride, padding, dilation, ceil = [*c.args[1:], *([], 0, 1, False)[len(c.args) - 2 :]]
+    defaults: tuple[Any, ...] = ([], 0, 1, False)
+    kernel, stride, padding, dilation, ceil = (*c.args[1:], *defaults[len(c.args) - 2 :])
     facts = [_each(each, 2) for each in (kernel, stride or kernel, padding, dilation)]
-    out = {}
+    out: dict[Hashable, int] = {}
     for at, (size, k, s, p, d) in enumerate(zip(x.shape[-2:], *facts, strict=True)):
         out["y", at] = (size + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil else 0)) // s + 1
         out["y", at] -= ceil and (out["y", at] - 1) * s >= size + p
@@ -262,7 +264,8 @@ def _(c: Call) -> Value:
     kernel, stride, padding, dilation = (tuple(_each(each or facts[0], 2)) for each in facts[:4])
     padding = tuple(_each(facts[2], 2))
     node = c.tensors.table.nodes[index.node]
-    if node.op != "largest of windows at" or node.args[0] != (kernel, stride, padding, dilation, facts[4]):  # type: ignore[index]
+    windows = node.args[0] if isinstance(node.args, tuple) else ()
+    if node.op != "largest of windows at" or windows != (kernel, stride, padding, dilation, facts[4]):
         raise Refused(f"{c.line.op} of other windows than its indices are of")
     return _to_largest(c, c.args[0], index, c.args[1].shape)
 

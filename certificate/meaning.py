@@ -73,7 +73,7 @@ class Value(NamedTuple):
     maps: Maps
     dims: tuple[tuple[int, ...], ...]
     chosen: Value | None = None
-    """Of packed rows of tokens: which tokens each expert has, [experts, tokens]. Other rows are absent."""
+    """The rows that are present, of packed rows of tokens: which tokens each expert has, [experts, tokens]."""
 
     @property
     def shape(self) -> tuple[int, ...]:

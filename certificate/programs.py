@@ -25,7 +25,7 @@ Settle = Callable[[str, Value], Value]
 
 
 class Returned(NamedTuple):
-    """What a function returns, by key, and the keys of values that are on their way."""
+    """The values that a function returns, by key, and the keys of values that are on their way."""
 
     values: dict[str, Value]
     coming: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class Reader:
     def __init__(self, table: Table, mesh: Mesh) -> None:
         self.table, self.tensors = table, Tensors(table, mesh)
         self._known: dict[tuple[Any, ...], tuple[Value, ...]] = {}
-        """What lines make, by all that they read: what a backward recomputes is known from the forward."""
+        """The results of lines, by all that they read: what a backward recomputes is known from the forward."""
         self.of_model = 0
         """The number of meanings that the model has."""
         self.other: list[str] = []

@@ -81,7 +81,7 @@ class Call:
 Row = Callable[[Call], Value | tuple[Value, ...]]
 Slope = Callable[[Call, Value, Value], Gradients]
 ROWS: dict[str, Row] = {}
-"""What each operator means."""
+"""The meaning of each operator."""
 SLOPES: dict[str, Slope] = {}
 """The gradients of each operator's operands, from that of its (first) result and the result."""
 CONSTANT: set[str] = set()
@@ -179,7 +179,7 @@ def _expression(node: ast.expr) -> _Expression:
         case ast.Name(id=name):
             return lambda t, given: given[name]
         case ast.Constant(value=value):
-            exact = number(value) if type(value) in (int, float) else value
+            exact = number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
             return lambda t, given: exact
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _expression(operand)

@@ -87,7 +87,7 @@ def _text(path: Path) -> str:
 
 @dataclass
 class Proof:
-    """What was proved: a sentence for each role."""
+    """The result of a proof: a sentence for each role."""
 
     lines: list[str] = field(default_factory=list)
     nodes: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from .letters import number
+from .letters import Affine, Letter, number
 from .meaning import Value
 from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, like, listed, row, slope
 from .tensors import Tensors
@@ -425,7 +425,7 @@ def _(c: Call) -> Value:
     _, dims, sizes = t.table.letters(x)
     if len(dims[dim]) != 1:
         raise Refused(f"{c.line.op} of a dim of {x.dims[dim]} has no rule")
-    index = {letter: (0, ((letter, 1),)) for letter in sizes}
+    index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for letter in sizes}
     index[dims[dim][0]] = (0, ((("at", 0), step), (("at", 1), 1)))
     dims[dim] = [("at", 0)]
     return t.view(x, [*dims, [("at", 1)]], index, {**sizes, ("at", 0): count, ("at", 1): size})
