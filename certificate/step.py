@@ -35,7 +35,7 @@ class Build:
     manifest: Mapping[str, Any]
     model: Program
     programs: dict[tuple[str, str], Program]
-    """By role or stage, and action."""
+    """The programs by role or stage, and action."""
     roles: dict[str, list[Action]]
     """The timeline of each role."""
 
