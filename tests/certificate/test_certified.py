@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from certificate.step import certify
 from certificate.text import Refused
-
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import files_of, manifest_of
 from parc.compiling.driver import compile_plan
