@@ -52,7 +52,7 @@ def read_secret(file: Path | None) -> bytes:
         RunError: the file cannot be read, or is empty.
     """
     if file is None:
-        return os.environ.get(SECRET, "").encode()
+        return os.fsencode(os.environ.get(SECRET, "")).strip()  # it may be any bytes
     secret = b""
     try:
         secret = read_bounded(file, _MOST_SECRET).strip()
@@ -256,7 +256,8 @@ class Hosts:
         except EOFError:
             self._wait_for_first("it closed the connection")
         except OSError as error:
-            self._wait_for_first((error.strerror or str(error)).lower())
+            number = error.errno or 0  # that of an unknown name is below zero, and asyncio has texts of its own
+            self._wait_for_first((os.strerror(number) if number > 0 else error.strerror or str(error)).lower())
 
     def _wait_for_first(self, why: str) -> None:
         self._why, self._news = why, f"waiting for the first host at `{self._endpoint}`: {why}"

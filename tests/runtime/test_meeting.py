@@ -4,6 +4,7 @@ each hears of the others. No rank runs here."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from parc.runtime.launch import failures
 from parc.runtime.launch import hosts as module
 from parc.runtime.launch.endpoint import Endpoint, interface_of
 from parc.runtime.launch.failures import Failure
-from parc.runtime.launch.hosts import Hosts
+from parc.runtime.launch.hosts import Hosts, read_secret
 from parc.runtime.launch.meeting import Join, Told
 from parc.runtime.ranks.faults import RunError
 
@@ -235,6 +236,12 @@ def test_a_host_that_has_found_the_first_one_says_for_whom_it_has_waited(at: End
         missing = f"2 of 3 hosts are here (a, b), waiting for 1 more at `{at}`"
         assert refused(early).message.startswith(f"the hosts did not meet within 0.5 seconds: {missing}")
         assert "1 of 3 hosts is here (a)" in waiting.result().message
+
+
+def test_a_secret_may_be_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(b"\xff\xfe4\n")
+    monkeypatch.setenv(module.SECRET, os.fsdecode(b"\xff\xfe4\n"))
+    assert read_secret(None) == b"\xff\xfe4" == read_secret(tmp_path / "secret")
 
 
 def test_a_port_that_another_program_holds_ends_in_words(at: Endpoint) -> None:
