@@ -65,7 +65,10 @@ class Channel:
         return str((self._writer.get_extra_info("sockname") or ("",))[0])
 
     def send(self, message: object) -> None:
-        """Send a message, which may be anything that ranks send each other. It does not wait."""
+        """Send a message, which may be anything that ranks send each other. It does not wait, and what the other side
+        can no longer receive is lost."""
+        if self._writer.is_closing():  # asyncio would print a line for each of these
+            return
         text = to_bytes(message)
         self._writer.write(self._sealed(self._sides[0], self._sent, text) + b" " + text + b"\n")
         self._sent += 1

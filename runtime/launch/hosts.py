@@ -8,9 +8,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,9 @@ _BEAT_S = 5.0
 _AGAIN_S, _QUIET_S, _LEAVE_S = 0.3, 2.0, 5.0
 """The seconds before another try to join, before a word of who is missing, and for which the last messages travel."""
 _OPTION = "give `--rdzv-endpoint` an address of the first host that all reach, and a port that is free there"
+_UNKNOWN, _NO_LAUNCHER = (
+    "its address is not known yet", "what listens there does not answer as a launcher of parc does",
+)  # fmt: skip
 _MOST_SECRET = 1 << 16
 """The most bytes of a file with a secret."""
 _MOST_TEXT = 30_000
@@ -49,7 +52,7 @@ def read_secret(file: Path | None) -> bytes:
         RunError: the file cannot be read, or is empty.
     """
     if file is None:
-        return os.environ.get(SECRET, "").encode()
+        return os.fsencode(os.environ.get(SECRET, "")).strip()  # it may be any bytes
     secret = b""
     try:
         secret = read_bounded(file, _MOST_SECRET).strip()
@@ -230,22 +233,53 @@ class Hosts:
 
     async def _meet(self) -> Met:
         """Join until all hosts are there."""
+        self._wait_for_first(_UNKNOWN)
         while True:
-            try:
-                addresses = await asyncio.to_thread(self._endpoint.addresses)
+            addresses: list[str] = []
+            with self._explained():
+                addresses = await self._addresses()
                 await self._serve(addresses)
-                for address in addresses:
-                    self._address = address
+            for address in addresses:
+                self._address = address
+                with self._explained():
                     if (met := await self._join(address)) is not None:
                         return met
-            except TimeoutError:
-                self._why = "what listens there does not answer as a launcher of parc does"
-            except ConnectionRefusedError:  # asyncio's own text repeats the address
-                self._why = "nothing listens there"
-            except (OSError, EOFError) as error:
-                self._why = (getattr(error, "strerror", None) or str(error)).lower()
-            self._news = f"waiting for the first host at `{self._endpoint}`: {self._why}"
             await asyncio.sleep(_AGAIN_S)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Enter a block that is tried again where it cannot reach the first host, and keep the reason."""
+        try:
+            yield
+        except TimeoutError:
+            self._wait_for_first(_NO_LAUNCHER)
+        except EOFError:
+            self._wait_for_first("it closed the connection")
+        except OSError as error:
+            number = error.errno or 0  # that of an unknown name is below zero, and asyncio has texts of its own
+            self._wait_for_first((os.strerror(number) if number > 0 else error.strerror or str(error)).lower())
+
+    def _wait_for_first(self, why: str) -> None:
+        self._why, self._news = why, f"waiting for the first host at `{self._endpoint}`: {why}"
+
+    async def _addresses(self) -> list[str]:
+        """Return the addresses of the endpoint's host. A name server may be silent for long, and asking cannot be
+        stopped: the thread that asks ends with this process.
+
+        Raises:
+            OSError: the host is not known.
+        """
+        answer: Future[list[str]] = Future()
+        answer.set_running_or_notify_cancel()  # so that nobody cancels it under the thread
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._endpoint.addresses())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="parc-names", daemon=True).start()
+        return await asyncio.wrap_future(answer)
 
     async def _serve(self, addresses: Sequence[str]) -> None:
         """Serve, if the endpoint is on this host, and no other launcher here serves it."""
@@ -279,7 +313,16 @@ class Hosts:
 
     async def _join(self, address: str) -> Met | None:
         """Join the meeting at an address, and wait there until all are. Return None if it takes nobody now."""
-        reader, writer = await asyncio.open_connection(address, self._endpoint.port, limit=MOST_LINE)
+        silent = f"{address} does not answer (perhaps a firewall is between the hosts)"
+        if self._why == _UNKNOWN:
+            self._wait_for_first(silent)
+        try:
+            async with asyncio.timeout(GREETING_S):
+                reader, writer = await asyncio.open_connection(address, self._endpoint.port, limit=MOST_LINE)
+        except TimeoutError:
+            raise OSError(silent) from None
+        if self._why == silent:
+            self._wait_for_first(_NO_LAUNCHER)
         met = None
         try:
             if self._table is not None:
@@ -312,19 +355,19 @@ class Hosts:
                 return message
             if isinstance(message, Waiting):
                 alone = f"; no other host reaches {address}" if is_of_this_host_alone(address) else ""
-                self._news = message.text + alone
+                self._why, self._news = "", message.text + alone
             if isinstance(message, Refusal):
-                self._why = message.message
                 if not message.again:
                     raise RunError(NOT_MET, message.message, message.help)
+                self._wait_for_first(message.message)
                 return None
 
     def _not_met(self) -> RunError:
         """Return the error of hosts that did not meet in time."""
         within = f"within {self._timeout_s:g} seconds"
-        if self._table is not None:
+        if self._table is not None or not self._why:  # the first host is here, and others are not
             more = f"start the same command on every host; {_OPTION}; `--timeout` waits longer"
-            return RunError(NOT_MET, f"the hosts did not meet {within}: {self._news or self._table.here()}", more)
+            return RunError(NOT_MET, f"the hosts did not meet {within}: {self._news}", more)
         held = f", and port {self._endpoint.port} of this host is in use" if self._held else ""
         what = f"no launcher of this run was found at `{self._endpoint}` {within}: {self._why}{held}"
         return RunError(NOT_MET, what, f"{_OPTION}, and start parc there, too")

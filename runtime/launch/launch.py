@@ -9,12 +9,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from types import FrameType
+from typing import NoReturn, final
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -63,8 +65,10 @@ class Outcome:
 def launch(command: Sequence[str], processes: Processes) -> Outcome:
     """Run ``command`` (arguments of this Python) in every process until all end, or one fails and the rest are stopped.
 
-    SIGTERM and SIGINT are passed on to the processes, which then have time to save. The outcome is that of all hosts.
+    The first signal that stops runs is passed on to the processes, which then have time to save; more do nothing. So it
+    is, too, after the end: only last words are left. The outcome is that of all hosts.
     """
+    stops = _Stops()
     for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -77,22 +81,65 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
             Voices(folder, processes.logs),
             Hanging(folder, hosts, processes.timeout_s) as hanging,
         ):
-            code, failures = _run(command, processes, folder)
+            code, failures = _run(command, processes, folder, stops)
         failures, notes = _explained(failures, folder, hanging.late())
     codes, notes = [code], [*notes, *hanging.reports]
     if hosts is not None:
         try:
-            hosts.end(code, failures, notes)
+            with stops.heard():
+                hosts.end(code, failures, notes)
         except SignalException as stopped:  # nobody waits for other hosts then
             return Outcome(128 + int(stopped.sigval))
-        except KeyboardInterrupt:
-            return Outcome(128 + signal.SIGINT)
         failures, notes = [*failures, *hosts.failures], [*notes, *hosts.reports]
         codes += [each for _, each in sorted(hosts.codes.items())]
     return _outcome(codes, failures, notes)
 
 
-def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[int, list[Failure]]:
+@final
+class _Stops:
+    """The signals that stop runs, in a launcher. In a block where one is ``heard`` the first raises `SignalException`,
+    which torch's agent passes on to the ranks. All others only are noted, as those of a person who presses Ctrl-C
+    again, or of a scheduler that tells each process: the launcher does not leave ranks that save."""
+
+    def __init__(self) -> None:
+        self._asked, self._heard, self._ending = 0, False, False
+        if threading.current_thread() is threading.main_thread():
+            for number in stop_signals():
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = self._asked or number
+        if self._heard:
+            self._raise()
+        elif self._ending and number == signal.SIGINT:
+            self._ending = False
+            with suppress(OSError):  # a print could be inside another
+                os.write(2, b"ranks finish their step and save; `kill -9 %d` ends them within seconds\n" % os.getpid())
+
+    def _raise(self) -> NoReturn:
+        self._heard = False
+        number = signal.Signals(self._asked)
+        raise SignalException(f"stopped by {number.name}", number)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Enter a block that a signal ends, also one that came before it and after the last such block.
+
+        Raises:
+            SignalException: one came.
+        """
+        self._heard = True
+        try:
+            if self._asked:
+                self._raise()
+            self._ending = True
+            yield
+        finally:
+            self._heard = self._ending = False
+            self._asked = 0
+
+
+def _run(command: Sequence[str], processes: Processes, folder: Path, stops: _Stops) -> tuple[int, list[Failure]]:
     """Run the processes of this host. Return their exit code and their failures."""
     rendezvous_handler_registry.register(_MET, _Met)
     count = 1 if processes.hosts is None else processes.hosts.count
@@ -100,10 +147,11 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
         min_nodes=count, max_nodes=count, nproc_per_node=processes.nproc, run_id=uuid.uuid4().hex, role="parc",
         max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), rdzv_backend=_MET,
         rdzv_configs={"hosts": processes.hosts},
-        signals_to_handle=",".join(number.name for number in stop_signals()),
+        signals_to_handle="",
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)(*command)
+        with stops.heard():
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failures = [
             read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in error.failures.items()
@@ -112,8 +160,6 @@ def _run(command: Sequence[str], processes: Processes, folder: Path) -> tuple[in
     except SignalException as stopped:
         number = int(stopped.sigval)
         return 128 + number, [*filter(None, [stop_of(number, folder)])]
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT, []
     return 0, []
 
 

@@ -54,7 +54,7 @@ class Lifeline:
 
     def watch(self) -> None:
         """Begin, in a process that was launched."""
-        if "LOCAL_RANK" not in os.environ:
+        if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             return
         wait: Callable[[], object] = partial(_wait_for_other_parent, os.getppid())  # torchrun holds no line
         if VOICES in os.environ:

@@ -244,9 +244,9 @@ class Table:
     async def _keep(self, member: _Member) -> None:
         """Hear a launcher until it leaves."""
         self._members.append(member)
-        self._arrived()
         silent = False
         try:
+            self._arrived()
             while True:
                 async with asyncio.timeout(self._timeout_s):
                     message = expected(await member.channel.receive(), Beat, Told, HostEnd)
@@ -277,10 +277,10 @@ class Table:
             for member in self._members:
                 member.channel.send(text)
             return
+        self._store, port = self._make_store()
         free = iter(sorted({*range(count)} - {member.join.number for member in self._members}))
         for member in sorted(self._members, key=lambda each: not each.serves):
             member.number = next(free) if member.join.number is None else member.join.number
-        self._store, port = self._make_store()
         self._members.sort(key=lambda each: each.number)
         hosts, prefix = "\n".join(member.join.host for member in self._members), secrets.token_hex(16)
         serving = next(each.number for each in self._members if each.serves)

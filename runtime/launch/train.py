@@ -84,8 +84,8 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
     session.last_step = options.steps
     if options.resume is not None:
         session.restore(options.resume)
-    with ExitStack() as ending:
-        asked, unbegun = _train(session, options, checked, ending)
+    with Stop() as stop, ExitStack() as ending:
+        asked, unbegun = _train(session, options, checked, stop, ending)
         if asked:
             step = session.step_number
             what = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
@@ -93,12 +93,13 @@ def train(session: Session, options: Options, checked: CheckOutcome | None = Non
     return 128 + asked if asked else 0
 
 
-def _train(session: Session, options: Options, checked: CheckOutcome | None, ending: ExitStack) -> tuple[int, bool]:
+def _train(
+    session: Session, options: Options, checked: CheckOutcome | None, stop: Stop, ending: ExitStack
+) -> tuple[int, bool]:
     """Train, and save the last step. Return the number of the signal that stopped every rank, or 0, and whether it did
     so before the first step. The watch over the launcher lets this rank come to the end of ``ending``."""
     with ExitStack() as stack:
         stack.enter_context(session)
-        stop = stack.enter_context(Stop())
         stack.enter_context(LIFELINE.training())
         begin()
         _check_places(session, options)

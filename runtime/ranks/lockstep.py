@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast, final
 
 import torch
+import torch.distributed as dist
 
-from ...grammar.codes import CALLS_DIFFER, LEFT_STEP
+from ...grammar.codes import CALLS_DIFFER, LEFT_STEP, WORLD_SIZE
 from ...grammar.diagnostics import Code
 from .communication import PeerLost
 from .faults import RunError
@@ -144,7 +145,11 @@ class Lockstep:
 
         Raises:
             PeerLost: another rank ended, or took too long.
+            RunError: this rank has ended the process group.
         """
+        if not dist.is_initialized() and self.world > 1:
+            message = f"`{call}` needs all {self.world} ranks, and this process has ended their process group"
+            raise RunError(WORLD_SIZE, message, "call `destroy_process_group()` after the session's last call")
         try:
             return exchange([*row[:_TOGETHER], *[0] * (_TOGETHER - len(row))], self.world, self.device)
         except RuntimeError as error:

@@ -3,6 +3,8 @@ each hears of the others. No rank runs here."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -23,7 +25,7 @@ from parc.runtime.launch import failures
 from parc.runtime.launch import hosts as module
 from parc.runtime.launch.endpoint import Endpoint, interface_of
 from parc.runtime.launch.failures import Failure
-from parc.runtime.launch.hosts import Hosts
+from parc.runtime.launch.hosts import Hosts, read_secret
 from parc.runtime.launch.meeting import Join, Told
 from parc.runtime.ranks.faults import RunError
 
@@ -155,10 +157,8 @@ def test_two_hosts_of_one_number_are_told_so(at: Endpoint) -> None:
         thread.start()
         until(lambda: waiting._channel is not None)
         assert refused(hosts(at, "b", number=1)).message == "`--node-rank` is 1 on two hosts: a and b"
-        until(lambda: waiting._news)
-        assert waiting._news.startswith(
-            f"1 of 2 hosts is here (a), waiting for 1 more at `{at}`, with `--node-rank` 0; no other host reaches"
-        )
+        here = f"1 of 2 hosts is here (a), waiting for 1 more at `{at}`, with `--node-rank` 0; no other host reaches"
+        until(lambda: waiting._news.startswith(here))
         with hosts(at, "b", number=0) as other:
             thread.join()
             stack.callback(waiting._leave)
@@ -182,6 +182,66 @@ def test_an_endpoint_that_is_misspelt_or_of_another_host_ends_in_words(host: str
     why = f"no launcher of this run was found at `{host}:29500` within 1 seconds: "
     assert error.message.startswith(why) and error.message != why
     assert "an address of the first host" in error.help and time.monotonic() - begun < 10
+
+
+def test_silence_of_a_name_server_or_of_a_firewall_ends_in_words_and_in_time(
+    at: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(socket.socket()) as full, ExitStack() as stack:
+        full.bind(("127.0.0.2", 0))
+        full.listen(0)
+        place = full.getsockname()
+        for _ in range(4):  # no more fit in its queue, and the kernel drops them
+            caller = stack.enter_context(closing(socket.socket()))
+            caller.setblocking(False)
+            caller.connect_ex(place)
+        error = refused(hosts(Endpoint(*place), timeout_s=0.5))
+        assert (
+            "within 0.5 seconds: 127.0.0.2 does not answer (perhaps a firewall is between the hosts)" in error.message
+        )
+    asked = threading.Event()
+    monkeypatch.setattr(Endpoint, "addresses", lambda _: asked.wait(60) and [])
+    begun = time.monotonic()
+    assert "within 0.5 seconds: its address is not known yet" in refused(hosts(at, timeout_s=0.5)).message
+    assert time.monotonic() - begun < 5 and all(
+        each.daemon for each in threading.enumerate() if each.name == "parc-names"
+    )
+    asked.set()
+
+
+def test_each_address_of_the_first_host_is_tried(at: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        waiting = hosts(at)
+        thread = threading.Thread(target=waiting.__enter__)
+        thread.start()
+        until(lambda: waiting._channel)
+        monkeypatch.setattr(Endpoint, "addresses", lambda _: ["127.0.0.3", at.host])
+        other = hosts(at, "b")
+        monkeypatch.setattr(
+            other, "_serve", lambda _: asyncio.sleep(0)
+        )  # another computer, whose addresses these are not
+        with other:
+            thread.join()
+            stack.callback(waiting._leave)
+            assert other.address == at.host
+            ended(lambda: waiting.end(0, [], []), lambda: other.end(0, [], []))
+
+
+def test_a_host_that_has_found_the_first_one_says_for_whom_it_has_waited(at: Endpoint) -> None:
+    early = hosts(at, "b", nnodes=3, timeout_s=0.5)
+    with ThreadPoolExecutor() as pool:
+        first = hosts(at, nnodes=3, timeout_s=1)
+        waiting = pool.submit(refused, first)
+        until(lambda: first._channel)
+        missing = f"2 of 3 hosts are here (a, b), waiting for 1 more at `{at}`"
+        assert refused(early).message.startswith(f"the hosts did not meet within 0.5 seconds: {missing}")
+        assert "1 of 3 hosts is here (a)" in waiting.result().message
+
+
+def test_a_secret_may_be_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(b"\xff\xfe4\n")
+    monkeypatch.setenv(module.SECRET, os.fsdecode(b"\xff\xfe4\n"))
+    assert read_secret(None) == b"\xff\xfe4" == read_secret(tmp_path / "secret")
 
 
 def test_a_port_that_another_program_holds_ends_in_words(at: Endpoint) -> None:

@@ -93,6 +93,8 @@ def second(environment: dict[str, str], made: str) -> None:
         for _ in range(3):
             session.step()
     dist.destroy_process_group()  # parc still has groups
+    with pytest.raises(RunError, match=r"P0301.* needs all 2 ranks, and this process has ended their process group"):
+        session.state_dict()
     leave()
     threads = [place.read_text().strip() for place in Path("/proc/self/task").glob("*/comm")]
     assert not [name for name in threads if "gloo" in name], "a thread of a group may abort the process at its end"
