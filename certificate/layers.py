@@ -118,7 +118,7 @@ def _(c: Call) -> Value:
     values, rows, result, shape = _convolution(c, *c.args[:2], *_facts(c))
     y = c.tensors.reshape(c.tensors.product(values, rows, result), shape)
     bias = c.at(2)
-    return y if bias is None else c.tensors.plus(y, c.tensors.reshape(bias, (-1, *(1,) * (len(shape) - 2))))
+    return y if bias is None else c.tensors.plus(y, c.tensors.reshape(bias, (shape[1], *(1,) * (len(shape) - 2))))
 
 
 def _facts(c: Call) -> tuple[Any, ...]:
