@@ -11,7 +11,7 @@ from .letters import number
 from .meaning import Value
 from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
 from .tensors import Tensors
-from .text import Atom, Refused, Type
+from .text import Refused
 
 Labels = Sequence[Hashable]
 
@@ -119,7 +119,7 @@ def _(c: Call) -> Value:
     values, rows, result, shape = _convolution(c, *c.args[:2], *_facts(c))
     y = c.tensors.reshape(c.tensors.product(values, rows, result), shape)
     bias = c.at(2)
-    return y if bias is None else c.tensors.plus(y, c.tensors.reshape(bias, (-1, *(1,) * (len(shape) - 2))))
+    return y if bias is None else c.tensors.plus(y, c.tensors.reshape(bias, (shape[1], *(1,) * (len(shape) - 2))))
 
 
 def _facts(c: Call) -> tuple[Any, ...]:
@@ -243,8 +243,7 @@ def _(c: Call) -> tuple[Value, Value]:
 def _window_marks(c: Call, index: Value, shape: Sequence[int]) -> tuple[Value, list[Hashable], list[int]]:
     """Return 1 where an entry is the largest of a window, else 0, as [..., y, z, p], and the shape of [..., p]."""
     rank, places = len(shape) - 2, math.prod(shape[-2:])
-    place = c.position(0, Type("i64", (((Atom(places, ""),),),), ()))
-    marks = c.tensors.pointwise("eq", [c.tensors.unsqueeze(index, rank + 2), place])
+    marks = c.tensors.pointwise("eq", [c.tensors.unsqueeze(index, rank + 2), c.places(places)])
     return marks, [*range(rank), ("y", 0), ("y", 1), "p"], [*shape[:-2], places]
 
 
@@ -283,8 +282,8 @@ def _marks(c: Call, index: Value, place: Value, skip: int = -1) -> tuple[Value, 
     return marks, names
 
 
-def _looked_up(c: Call, table: Value, index: Value, type_: Type) -> Value:
-    marks, names = _marks(c, index, c.position(0, type_))
+def _looked_up(c: Call, table: Value, index: Value, place: Value) -> Value:
+    marks, names = _marks(c, index, place)
     return c.tensors.product([marks, table], [[*names, "v"], ["v", "d"]], [*names, "d"])
 
 
@@ -292,37 +291,36 @@ def _looked_up(c: Call, table: Value, index: Value, type_: Type) -> Value:
 def _(c: Call) -> Value:
     c.demand(3, False)
     c.demand(4, False)
-    return _looked_up(c, c.args[0], c.args[1], c.types[0])
+    return _looked_up(c, c.args[0], c.args[1], c.places(c.args[0].shape[0]))
 
 
 @row("parc.lookup.default")
 def _(c: Call) -> Value:
-    return _looked_up(c, c.args[0], c.args[1], c.types[0])
+    return _looked_up(c, c.args[0], c.args[1], c.position(0, c.types[0]))
 
 
-def _put_back(c: Call, g: Value, index: Value, type_: Type, padding: int) -> Value:
-    marks, names = _marks(c, index, c.position(0, type_), padding)
+def _put_back(c: Call, g: Value, index: Value, place: Value, padding: int) -> Value:
+    marks, names = _marks(c, index, place, padding)
     return c.tensors.product([marks, g], [[*names, "v"], [*names, "d"]], "vd")
 
 
 @slope("aten.embedding.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_put_back(c, g, c.args[1], c.types[0], c.at(2, -1)), None]
+    return [_put_back(c, g, c.args[1], c.places(c.args[0].shape[0]), c.at(2, -1)), None]
 
 
 @row("aten.embedding_dense_backward.default")
 def _(c: Call) -> Value:
-    g, index, _, padding, _ = c.args
+    g, index, count, padding, _ = c.args
     c.demand(4, False)
-    c.demand(2, c.line.types[0].local[0])
-    return _put_back(c, g, index, c.line.types[0], padding)
+    return _put_back(c, g, index, c.places(count), padding)
 
 
 @row("parc.lookup_backward.default")
 def _(c: Call) -> Value:
     g, index, _, padding = c.args
     c.demand(2, c.line.types[0].local[0])
-    return _put_back(c, g, index, c.line.types[0], padding)
+    return _put_back(c, g, index, c.position(0, c.line.types[0]), padding)
 
 
 @row("aten.index.Tensor")
@@ -347,9 +345,8 @@ def _indexed(c: Call) -> tuple[list[Value], list[Labels], list[Hashable]]:
     values, rows = [x], [[("x", dim) for dim in range(len(x.dims))]]
     for dim in dims:
         index, size = indices[dim], x.shape[dim]
-        place = c.position(0, Type("i64", (((Atom(size, ""),),),), ()))
         last = t.unsqueeze(index, len(index.dims))
-        marks = [t.pointwise("eq", [t.plus(last, t.constant(more)), place]) for more in (0, size)]
+        marks = [t.pointwise("eq", [t.plus(last, t.constant(more)), c.places(size)]) for more in (0, size)]
         values.append(t.plus(*marks))
         rows.append([*range(rank - len(index.dims), rank), ("x", dim)])
     return values, list(rows), [*rows[0][: dims[0]], *range(rank), *rows[0][dims[-1] + 1 :]]
@@ -358,19 +355,19 @@ def _indexed(c: Call) -> tuple[list[Value], list[Labels], list[Hashable]]:
 # ---- losses
 
 
-def _parts_of_loss(c: Call, x: Value, peak: Value, targets: Value, type_: Type) -> tuple[Value, Value, Value, Value]:
+def _parts_of_loss(c: Call, x: Value, peak: Value, targets: Value, place: Value) -> tuple[Value, Value, Value, Value]:
     """Return the exponentials of logits, marks of the targets, the sum of the one, and the logit of the other."""
     t = c.tensors
     below = t.plus(x, peak, by=(1, -1))
     exponentials = t.pointwise("exp", [below])
-    marks, _ = _marks(c, targets, c.position(1, type_))
+    marks, _ = _marks(c, targets, place)
     return exponentials, marks, t.total(exponentials, [1]), t.total(t.times(marks, below), [1])
 
 
 @row("parc.token_loss.default")
 def _(c: Call) -> Value:
     t, (x, targets, ignore) = c.tensors, c.args
-    _, _, total, target = _parts_of_loss(c, x, t.largest(x, [1], True), targets, c.types[0])
+    _, _, total, target = _parts_of_loss(c, x, t.largest(x, [1], True), targets, c.places(x.shape[1]))
     loss = t.plus(t.pointwise("log", [total]), target, by=(1, -1))
     return t.times(loss, t.pointwise("ne", [targets, t.constant(ignore)]))
 
@@ -378,7 +375,7 @@ def _(c: Call) -> Value:
 @slope("parc.token_loss.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     t, (x, targets, ignore) = c.tensors, c.args
-    exponentials, marks, total, _ = _parts_of_loss(c, x, t.largest(x, [1], True), targets, c.types[0])
+    exponentials, marks, total, _ = _parts_of_loss(c, x, t.largest(x, [1], True), targets, c.places(x.shape[1]))
     g = t.unsqueeze(t.times(g, t.pointwise("ne", [targets, t.constant(ignore)])), 1)
     share = t.times(exponentials, inverse(t, t.unsqueeze(total, 1)))
     return [t.plus(t.times(g, share), t.times(g, marks), by=(1, -1)), None]
@@ -393,14 +390,14 @@ def _(c: Call) -> Value:
 @row("parc.loss_parts.default")
 def _(c: Call) -> Value:
     t, (x, peak, targets) = c.tensors, c.args
-    _, _, total, target = _parts_of_loss(c, x, peak, targets, c.types[0])
+    _, _, total, target = _parts_of_loss(c, x, peak, targets, c.position(1, c.types[0]))
     return t.cat([t.unsqueeze(total, 0), t.unsqueeze(target, 0)], 0)
 
 
 @row("parc.loss_parts_backward.default")
 def _(c: Call) -> Value:
     t, (g, x, peak, targets) = c.tensors, c.args
-    exponentials, marks, _, _ = _parts_of_loss(c, x, peak, targets, c.types[1])
+    exponentials, marks, _, _ = _parts_of_loss(c, x, peak, targets, c.position(1, c.types[1]))
     to_sum, to_target = (t.unsqueeze(t.select(g, 0, at), 1) for at in (0, 1))
     return t.plus(t.times(to_sum, exponentials), t.times(to_target, marks))
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Hashable
 from .letters import number
 from .meaning import Value
 from .rows import ROWS, SLOPES, Call, Gradients, row, slope
-from .text import Atom, Refused, Type
+from .text import Refused
 
 
 def _one_hot(c: Call, index: Value, dim: int, size: int) -> tuple[Value, list[Hashable], list[Hashable]]:
     """Return 1 where an index along a dim is an entry's number, else 0, and the labels of index and entries."""
     t, names = c.tensors, [*range(len(index.dims))]
-    count = c.position(0, Type("i64", (((Atom(size, ""),),),), ()))
-    marks = t.pointwise("eq", [t.unsqueeze(index, len(names)), count])
+    marks = t.pointwise("eq", [t.unsqueeze(index, len(names)), c.places(size)])
     entries = [("entry" if at == dim % len(names) else name) for at, name in enumerate(names)]
     return marks, [*names, "entry"], entries
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .letters import Number, number
 from .meaning import Value
 from .tensors import Tensors
-from .text import Line, Refused, Type
+from .text import Atom, Line, Refused, Type
 
 Gradients = Sequence[Value | None]
 """The gradient of each tensor among a line's arguments, in their order; None where none flows."""
@@ -70,6 +70,10 @@ class Call:
         """Return the number of each entry along a dim of a type, as a value with this one dim."""
         node = self.tensors.table.leaf("count", (0,))
         return self.tensors.piece(node, Type("i64", (type_.dims[dim],), ()))
+
+    def places(self, size: int) -> Value:
+        """Return the numbers from 0 on of entries along a dim, as an operator counts them that knows of no ranks."""
+        return self.position(0, Type("i64", (((Atom(size, ""),),),), ()))
 
     def positions(self, type_: Type) -> list[Value]:
         """Return the numbers of entries along each dim of a type, which broadcast to its shape."""

@@ -326,8 +326,8 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 
 def _triangle(c: Call) -> Value:
     """Return 1 in the triangle that an operator keeps of the last two dims, else 0."""
-    t, rows, columns = c.tensors, *c.positions(c.types[0])[-2:]
-    beyond = t.plus(columns, rows, by=(1, -1))
+    t, (rows, columns) = c.tensors, map(c.places, c.args[0].shape[-2:])
+    beyond = t.plus(columns, t.unsqueeze(rows, 1), by=(1, -1))
     return t.pointwise("ge" if ".triu." in c.line.op else "le", [beyond, t.constant(c.at(1, 0))])
 
 
