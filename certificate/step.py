@@ -399,9 +399,12 @@ class Step:
             program = self.build.programs[role, "REDUCE"]
             names = {key.partition(" ")[2] for key in returned.values if key.startswith("gradient ")}
             for key, value in returned.values.items():
+                kind, _, name = key.partition(" ")
                 if key.startswith("state residual"):
                     self.same(program, key, value, self.table.constant(0, value.shape))
-                elif key.partition(" ")[0] not in ("gradient", "grad_norm"):
+                elif kind == "gradient" and name in symbols:
+                    self.same(program, key, value, symbols[name])  # one value may be returned under two names
+                elif kind not in ("gradient", "grad_norm"):
                     raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
             for name in sorted(names - self.gradients.keys()):
                 raise Refused(f"{program.file}: returns a gradient of `{name}`, on which the loss does not depend")
