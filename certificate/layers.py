@@ -9,7 +9,7 @@ from typing import Any
 
 from .letters import number
 from .meaning import Value
-from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
+from .rows import Call, Gradients, demand_whole, inverse, like, product_gradients, row, slope
 from .tensors import Tensors
 from .text import Atom, Refused, Type
 
@@ -289,6 +289,7 @@ def _looked_up(c: Call, table: Value, index: Value, type_: Type) -> Value:
 def _(c: Call) -> Value:
     c.demand(3, False)
     c.demand(4, False)
+    demand_whole(c, c.types[0], 0)
     return _looked_up(c, c.args[0], c.args[1], c.types[0])
 
 
@@ -312,6 +313,7 @@ def _(c: Call) -> Value:
     g, index, _, padding, _ = c.args
     c.demand(4, False)
     c.demand(2, c.line.types[0].local[0])
+    demand_whole(c, c.line.types[0], 0)
     return _put_back(c, g, index, c.line.types[0], padding)
 
 
@@ -367,6 +369,7 @@ def _parts_of_loss(c: Call, x: Value, peak: Value, targets: Value, type_: Type) 
 @row("parc.token_loss.default")
 def _(c: Call) -> Value:
     t, (x, targets, ignore) = c.tensors, c.args
+    demand_whole(c, c.types[0], 1)
     _, _, total, target = _parts_of_loss(c, x, t.largest(x, [1], True), targets, c.types[0])
     loss = t.plus(t.pointwise("log", [total]), target, by=(1, -1))
     return t.times(loss, t.pointwise("ne", [targets, t.constant(ignore)]))

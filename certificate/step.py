@@ -144,6 +144,8 @@ class Step:
         self.stored = {
             name: read_type(str(text), self.mesh) for name, text in build.manifest.get("parameters", {}).items()
         }
+        if partial := sorted(name for name, type_ in self.stored.items() if type_.partial):
+            raise Refused(f"the manifest stores `{partial[0]}` as parts of a sum")
 
     # ---- the model
 
@@ -161,6 +163,8 @@ class Step:
         shape = self.whole.get(parameter.binding)
         if shape is None:
             raise Refused(f"the model reads no `{parameter.binding}`")
+        if parameter.type.partial:
+            raise Refused(f"`{parameter.binding}` is read as parts of a sum")
         if parameter.type.shape != shape:
             raise Refused(
                 f"`{parameter.binding}` is of {list(parameter.type.shape)}, and of {list(shape)} in the model"
