@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 
 from .letters import number
@@ -237,8 +238,14 @@ def _(c: Call) -> Value:
     x, axes, dim, outer, to, to_outer, before, after = c.args
     t = c.tensors
     _rows_of(c, x, before)
-    moved = t.own(t.gathered(x._replace(chosen=None), c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
-    return moved._replace(chosen=after)
+
+    def moved(value: Value) -> Value:
+        return t.own(t.gathered(value, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
+
+    marks = moved(t.reshape(before, (math.prod(before.shape),)))
+    if not t.canonical(t.reshape(marks, after.shape), after):
+        raise Refused(f"{c.line.op} moves rows of other tokens than are chosen behind it")
+    return moved(x._replace(chosen=None))._replace(chosen=after)
 
 
 @slope("parc.route.default")

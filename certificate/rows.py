@@ -289,6 +289,12 @@ def demand_type(call: Call, dtype: Any) -> None:
         raise Refused(f"{call.line.op} in {dtype.text} has no rule")
 
 
+def demand_whole(call: Call, type_: Type, *dims: int) -> None:
+    """Refuse dims that ranks split: an operator of torch counts the entries of a rank's piece from 0 on."""
+    if any(atom.axis for dim in dims for stretch in type_.dims[dim] for atom in stretch):
+        raise Refused(f"{call.line.op} counts the entries of a dim that is split")
+
+
 class _Parameters:
     """The arguments that a row of rows.txt takes: names with their defaults, types that some must have, and literals
     that others must equal."""

@@ -144,6 +144,8 @@ class Step:
         self.stored = {
             name: read_type(str(text), self.mesh) for name, text in build.manifest.get("parameters", {}).items()
         }
+        if partial := sorted(name for name, type_ in self.stored.items() if type_.partial):
+            raise Refused(f"the manifest stores `{partial[0]}` as parts of a sum")
 
     # ---- the model
 
@@ -161,6 +163,8 @@ class Step:
         shape = self.whole.get(parameter.binding)
         if shape is None:
             raise Refused(f"the model reads no `{parameter.binding}`")
+        if parameter.type.partial:
+            raise Refused(f"`{parameter.binding}` is read as parts of a sum")
         if parameter.type.shape != shape:
             raise Refused(
                 f"`{parameter.binding}` is of {list(parameter.type.shape)}, and of {list(shape)} in the model"
@@ -399,9 +403,12 @@ class Step:
             program = self.build.programs[role, "REDUCE"]
             names = {key.partition(" ")[2] for key in returned.values if key.startswith("gradient ")}
             for key, value in returned.values.items():
+                kind, _, name = key.partition(" ")
                 if key.startswith("state residual"):
                     self.same(program, key, value, self.table.constant(0, value.shape))
-                elif key.partition(" ")[0] not in ("gradient", "grad_norm"):
+                elif kind == "gradient" and name in symbols:
+                    self.same(program, key, value, symbols[name])  # one value may be returned under two names
+                elif kind not in ("gradient", "grad_norm"):
                     raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
             for name in sorted(names - self.gradients.keys()):
                 raise Refused(f"{program.file}: returns a gradient of `{name}`, on which the loss does not depend")

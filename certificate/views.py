@@ -9,7 +9,7 @@ from typing import Any
 
 from .letters import Affine, Letter, number
 from .meaning import Value
-from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, like, listed, row, slope
+from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, demand_whole, like, listed, row, slope
 from .tensors import Tensors
 from .text import Refused
 
@@ -278,6 +278,7 @@ def _(c: Call) -> Value:
         (size, start, step, dtype), local = c.args, c.line.types[0].local[0]
     else:
         start, step, dtype, local = c.args[0], c.at(2, 1), c.kwargs.pop("dtype"), c.line.types[0].local[0]
+        demand_whole(c, c.line.types[0], 0)
         size = math.ceil((number(c.args[1]) - number(start)) / Fraction(number(step)))
     start, step = number(start), number(step)
     if size != local or (dtype.text not in FLOATS and not (isinstance(start, int) and isinstance(step, int))):
