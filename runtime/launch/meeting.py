@@ -177,7 +177,12 @@ class Table:
         that as an error."""
         task = asyncio.get_running_loop().create_task(self._take(reader, writer))
         self._taking.add(task)
-        task.add_done_callback(self._taking.discard)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._taking.discard(task)
+            writer.close()
+
+        task.add_done_callback(over)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
@@ -194,8 +199,6 @@ class Table:
             self._say_once(f"a message from {peer} was not read: {error}")
         except (Stranger, EOFError, OSError, asyncio.CancelledError):
             pass  # who it was is not known, and it gets no answer
-        finally:
-            writer.close()
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Channel, Join]:
         task = asyncio.current_task()

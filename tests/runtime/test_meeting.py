@@ -220,7 +220,7 @@ def test_a_connection_that_comes_as_a_run_ends_prints_nothing(at: Endpoint) -> N
             for task in begun:
                 task.cancel()
             await asyncio.wait(begun)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         server.close()
 
     asyncio.run(end())
