@@ -69,6 +69,10 @@ def _checkpoint_files(folder: Path) -> tuple[str, ...] | None:
         said = newer.message if isinstance(newer, RunError) else f"`{folder}`: {newer}"
         raise FolderError(f"{said}; it is left as it is", _KEEP) from None
     names: tuple[str, ...] = (TENSORS, FACTS)
+    have = os.listdir(folder)
+    tensors = [name for name in sorted(have) if TENSOR_FILE.fullmatch(name)]
+    if "index" in facts and isinstance(facts.get("parc"), str) and not tensors and INDEX_FILE not in have:
+        return (FACTS,)  # of a process that was killed while it removed the others
     if "index" in facts:
         try:
             names = (*read_index(folder, facts["index"]).files, INDEX_FILE, FACTS)
@@ -76,7 +80,7 @@ def _checkpoint_files(folder: Path) -> tuple[str, ...] | None:
             raise FolderError(f"`{folder}` is a checkpoint whose files parc does not know: {fault}", _KEEP) from None
     elif not _has_one_file(folder):
         return None
-    if others := [name for name in sorted(os.listdir(folder)) if TENSOR_FILE.fullmatch(name) and name not in names]:
+    if others := [name for name in tensors if name not in names]:
         raise FolderError(f"`{folder}` is a checkpoint, and its index does not name `{others[0]}` in it", _KEEP)
     return names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -264,3 +265,21 @@ def test_a_checkpoint_is_found_after_a_kill(made: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     with parc.load(made) as session, pytest.raises(RunError, match="nothere` does not exist"):
         session.restore(tmp_path / "nothere")
+
+
+def test_a_checkpoint_that_is_removed_in_part_hinders_nobody(made: Path, tmp_path: Path) -> None:
+    files = ("state.safetensors", "index.json", "state.json")  # in the order in which they are removed
+    with parc.load(made) as session:
+        session.save(tmp_path / "whole")
+        for count in range(len(files) + 1):
+            shutil.copytree(tmp_path / "whole", tmp_path / "saved", dirs_exist_ok=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / ".saved.old")
+            for name in files[:count]:
+                (tmp_path / ".saved.old" / name).unlink()
+            session.save(tmp_path / "saved")
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "whole"]
+        (tmp_path / "whole" / "state.safetensors").unlink()
+        (tmp_path / "whole" / "index.json").unlink()
+        (tmp_path / "whole" / "state.json").write_text('{"step": 1, "optimizer": "adam", "index": "of another tool"}')
+        with pytest.raises(RunError, match="is a checkpoint whose files parc does not know"):
+            session.save(tmp_path / "whole")
