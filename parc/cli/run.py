@@ -423,12 +423,10 @@ _PASSED_ON = (*_OF_TRAINING, "resume", "device", "predict", "out")
 
 def _saved(folder: Path) -> str:
     """Return a sentence on the checkpoint that a failed run has left in the folder of its `--save`."""
-    from parc.runtime.ranks.faults import RunError
-    from parc.runtime.state.checkpoint import read_checkpoint
+    from parc.runtime.state.checkpoint import saved_step
 
-    try:
-        step = read_checkpoint(folder).step
-    except RunError:
+    step = saved_step(folder)
+    if step is None:
         return f"nothing was saved to `{folder}`"
     return f"`{folder}` has step {step}: `--resume {folder}` goes on from there"
 

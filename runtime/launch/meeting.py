@@ -158,6 +158,7 @@ class Table:
         self._mine, self._endpoint, self._secret, self._timeout_s = mine, endpoint, secret, timeout_s
         self._make_store, self._say = make_store, say
         self._members: list[_Member] = []
+        self._taking: set[asyncio.Task[None]] = set()
         self._unknown: dict[asyncio.Task[None] | None, None] = {}
         self._said: set[str] = set()
         self._store: object = None
@@ -171,8 +172,19 @@ class Table:
         """The channels to the launchers that are here."""
         return (member.channel for member in self._members)
 
-    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a connection until it ends."""
+    def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take a connection until it ends. asyncio, of a task of its own that is ended before it has begun, would print
+        that as an error."""
+        task = asyncio.get_running_loop().create_task(self._take(reader, writer))
+        self._taking.add(task)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._taking.discard(task)
+            writer.close()
+
+        task.add_done_callback(over)
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
         try:
             channel, join = await self._greeted(reader, writer)
@@ -187,8 +199,6 @@ class Table:
             self._say_once(f"a message from {peer} was not read: {error}")
         except (Stranger, EOFError, OSError, asyncio.CancelledError):
             pass  # who it was is not known, and it gets no answer
-        finally:
-            writer.close()
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Channel, Join]:
         task = asyncio.current_task()

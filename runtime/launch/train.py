@@ -23,6 +23,7 @@ from ..ranks.faults import RunError, writing
 from ..ranks.waits import check_trace
 from ..ranks.work import StepReport
 from ..session.session import Session
+from ..state.checkpoint import saved_step
 from ..state.optimizer import rate
 from ..state.step_state import LoadWatch, planned_load
 from .failures import begin, stop_said
@@ -262,6 +263,10 @@ def _start_notes(session: Session, options: Options) -> Iterator[str]:
         yield f"{done}: there is nothing left to train; `--steps K` trains until step K"
         return
     yield from session.notes
+    replaced = None if session.rank or options.resume is not None or options.save is None else saved_step(options.save)
+    if replaced:
+        why = f"`{options.save}` has step {replaced}, which the first checkpoint of this run replaces"
+        yield f"warning: {why}; `--resume {options.save}` goes on from there"
     if options.eval_every and (left := session.evaluation.left_out()):
         yield left
     if said := rate_ends(session.build, options.steps):

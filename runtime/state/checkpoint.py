@@ -345,6 +345,14 @@ def is_checkpoint(path: Path) -> bool:
     return (path / FACTS).is_file() and not path.name.startswith(".")
 
 
+def saved_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint at a folder, None if there is none that can be read."""
+    try:
+        return read_checkpoint(folder).step
+    except RunError:
+        return None
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint: its facts and its index are read and checked, no tensor yet.
 

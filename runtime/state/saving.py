@@ -218,7 +218,7 @@ class StateFiles:
         """
         place = real_path(folder).with_name(name)
         if not place.is_dir():
-            message = f"rank {self._rank} does not find the files that rank 0 makes in `{folder}`"
+            message = f"in `{folder}` rank {self._rank} does not find the files that rank 0 makes"
             raise RunError(BAD_STATE, message, "name a folder on a file system that all hosts of the run share")
         return place
 

@@ -174,6 +174,7 @@ def test_the_last_checkpoint_is_an_error_after_some_tries_and_the_old_one_stays(
     failing(monkeypatch, 3)
     assert main([*words, "2"]) == 1
     err = capsys.readouterr().err
+    assert f"warning: `{checkpoint}` has step 1, which the first checkpoint of this run replaces; `--resume" in err
     assert err.count("warning: step 2 was not saved") == 2
     assert f"error[P0304]: `state.safetensors` of `{checkpoint}` cannot be written" in err, err
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 1

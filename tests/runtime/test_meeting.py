@@ -26,7 +26,7 @@ from parc.runtime.launch import hosts as module
 from parc.runtime.launch.endpoint import Endpoint, interface_of
 from parc.runtime.launch.failures import Failure
 from parc.runtime.launch.hosts import Hosts, read_secret
-from parc.runtime.launch.meeting import Join, Told
+from parc.runtime.launch.meeting import Join, Table, Told
 from parc.runtime.ranks.faults import RunError
 
 MINE = Join("4711", "big", nnodes=2, nproc=2, number=None, host="a")
@@ -207,6 +207,24 @@ def test_silence_of_a_name_server_or_of_a_firewall_ends_in_words_and_in_time(
         each.daemon for each in threading.enumerate() if each.name == "parc-names"
     )
     asked.set()
+
+
+def test_a_connection_that_comes_as_a_run_ends_prints_nothing(at: Endpoint) -> None:
+    async def end() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: SAID.append(context["message"]))
+        table = Table(MINE, at, b"", 1.0, lambda: (None, 0), SAID.append)
+        server = await asyncio.start_server(table.take, at.host, at.port)
+        with closing(socket.create_connection((at.host, at.port))):
+            while not table._taking:
+                await asyncio.sleep(0)
+            (task,) = table._taking
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert task.cancelled()  # before it began, or it would have ended well
+        server.close()
+
+    asyncio.run(end())
+    assert not SAID
 
 
 def test_each_address_of_the_first_host_is_tried(at: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
