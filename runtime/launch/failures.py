@@ -79,14 +79,18 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 def begin() -> None:
     """Tell the launcher that training begins: from now on this rank handles signals itself, and says what it saved."""
-    if VOICES in os.environ:
-        Path(os.environ[VOICES], _BEGAN).touch()
+    _mark(_BEGAN)
 
 
 def stop_said() -> None:
     """Tell the launcher that this rank has said what a signal stopped, and what was saved."""
+    _mark(_STOPPED)
+
+
+def _mark(name: str) -> None:
     if VOICES in os.environ:
-        Path(os.environ[VOICES], _STOPPED).touch()
+        with suppress(FileNotFoundError):  # the folder has gone with the launcher, or was cleaned away in a long run
+            Path(os.environ[VOICES], name).touch()
 
 
 def stop_of(number: int, folder: Path) -> Failure | None:
