@@ -69,6 +69,7 @@ GPIPE = ("microbatches", "gpipe microbatches")
 AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
+    "P0450": Case(words=("certify", "missing")),
     "P0021": Case(lines='include "other.parc"\n'),
     "P0023": Case(lines=TENSOR.replace("tp=2", "\u202etp=2")),
     "P0024": Case(lines="# one more line\n" * 10_000),

@@ -140,7 +140,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int], unbatched: Collec
     for number, term in weighted_terms(reference.main).items():
         if number not in counted and term.bound("input"):
             return f"term {number} of its loss is not divided by a count, {_COUNTS}: its mean is over added samples too"
-    for function in map(_of_the_loss, reference.functions):
+    for function in (_of_the_loss(each) for each in reference.functions if each.name != "scale"):
         inputs = {name: value.name for name, value in function.bound("input").items() if name not in unbatched}
         held = {inputs[name]: float(index) for name, index in ignored.items() if name in inputs}
         sizes = _batch_sizes(function, unbatched)

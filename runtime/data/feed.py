@@ -53,7 +53,7 @@ class Tails:
         """The fill value of padded samples for each input that decides what the loss counts: a cross entropy's
         ``ignore_index``, a mask's comparand, or 0."""
         fills = dict[str, int]()
-        for function in self._reference.functions[:-1]:
+        for function in (each for each in self._reference.functions if each.name == "count"):
             numbers = _comparands(function)
             fills = {name: numbers.get(name, 0) for name in self._names if name in function.bound("input")}
         for name, (bound, ignore) in class_bounds(self._reference).items():
