@@ -47,7 +47,7 @@ class Messages:
             Refused: it reads what is on its way, awaits what is not, or begins a message out of turn.
         """
         wait = line.op == "parc.wait"
-        for name in names_in(line.args):
+        for name in names_in([*line.args, *line.kwargs.values()]):
             if wait and name not in self.coming:
                 raise Refused(f"`{name}` is awaited, and is not on its way")
             if not wait and name in self.coming:
@@ -187,7 +187,10 @@ class Reader:
                 messages.read(line)
                 called = program.functions.get(line.op)
                 if called is not None:
-                    results = tuple(self.run(program, called, self.call(line, values, types).args).values.values())
+                    back = self.run(program, called, self.call(line, values, types).args)
+                    if back.coming:
+                        raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
+                    results = tuple(back.values.values())
                 elif line.op == "parc.all_reduce_among":
                     operand, axis, ranks = line.args
                     results = ((yield (axis, tuple(ranks)), values[operand.name]),)

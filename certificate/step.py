@@ -131,7 +131,9 @@ class Step:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.microbatches = int(build.manifest["microbatches"])
+        self.microbatches = build.manifest.get("microbatches")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise Refused("manifest.json says no number of microbatches")
         self.mesh = next(iter(build.programs.values())).mesh
         for program in build.programs.values():
             if program.mesh != self.mesh:
@@ -141,9 +143,11 @@ class Step:
         self.table = Table({**dict(self.mesh.sizes), MICROBATCH: self.microbatches})
         self.reader = Reader(self.table, self.mesh)
         self.tensors = self.reader.tensors
-        self.stored = {
-            name: read_type(str(text), self.mesh) for name, text in build.manifest.get("parameters", {}).items()
-        }
+        try:
+            stored = dict(build.manifest["parameters"])
+            self.stored = {name: read_type(str(text), self.mesh) for name, text in stored.items()}
+        except (LookupError, TypeError, ValueError) as error:
+            raise Refused(f"manifest.json: {error}") from None
         if partial := sorted(name for name, type_ in self.stored.items() if type_.partial):
             raise Refused(f"the manifest stores `{partial[0]}` as parts of a sum")
 
