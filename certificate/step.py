@@ -108,6 +108,8 @@ def certify(folder: Path) -> Proof:
             proof.lines += [f"evaluation, {line}" for line in evaluated.lines]
             proof.nodes += evaluated.nodes
         return proof
+    except RecursionError:
+        raise Refused("its values are made of each other too deeply") from None
     finally:
         if collected:
             gc.enable()
