@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -492,6 +493,14 @@ def texts_of(compiled: Compiled) -> dict[str, str]:
     return {**files_of(compiled), "manifest.json": json.dumps(manifest_of(compiled))}
 
 
+_MOST_SECONDS = 30
+"""The seconds after which a checker that has not answered is at fault."""
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError("does not end")
+
+
 class Folder:
     """A build in files, of which mutants replace some."""
 
@@ -513,11 +522,13 @@ class Folder:
             Exception: it does neither.
         """
         self.write(edits)
+        signal.alarm(_MOST_SECONDS)
         try:
             certify(self.path)
         except Refused as error:
             return str(error) or "refused"
         finally:
+            signal.alarm(0)
             self.write({name: self.texts[name] for name in edits})
         return ""
 
@@ -623,6 +634,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
+    signal.signal(signal.SIGALRM, _too_long)
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names or BUILDS[: args.builds]:
             compiled: Any = compiled_plan(name) if name in PLANS else good(name).compiled
