@@ -184,7 +184,8 @@ class Table:
         letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
-        groups, terms = joined_letters(reads, inside, sizes, self.mesh)
+        keep = list(keep)
+        groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
         best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
         for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
             candidate = numbered(reads, terms, order, inside, own, keep)
@@ -372,7 +373,7 @@ class Table:
         common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*sorted(common), rest], sizes)
+            return self._pure(1, [*sorted(common, key=str), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
             self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
@@ -505,7 +506,7 @@ class Table:
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
         """Join summed letters that are always read together; None where there are none."""
-        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh)
+        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh, [])
         groups = {letter: group for letter, group in groups.items() if len(group[0]) > 1 and letter in summed}
         if not groups:
             return None

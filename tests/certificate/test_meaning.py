@@ -73,6 +73,8 @@ class Numbers:
             return torch.stack(list(each)).sum(0)
         if node.op == "largest":
             return each[0].amax(inner)
+        if node.op == "flat":  # its own loop counts what it looks along, which may be several letters
+            return each[0][0].flatten(-len(inner)).movedim(-1, 0)
         return OPS[node.op](*each)
 
     def of_rank(self, tensors: Tensors, value: Value, ranks: Mapping[str, int]) -> Tensor | None:
