@@ -86,8 +86,8 @@ class Messages:
 _KINDS = {"bool": 0, "u8": 1, "i8": 1, "i16": 1, "i32": 1, "i64": 1}
 _COMPARING = re.compile(r"aten\.(ne|eq|lt|le|gt|ge|logical_\w+)\.")
 _FINDING = re.compile(r"(aten\.(argsort|argmax|bincount)|parc\.(stream_key|slots))\.")
-_FINDING_TOO = re.compile(r"aten\.(topk|sort|max\.dim|max_pool2d_with_indices)")
-"""Operators that return entries, and where these are."""
+_FINDING_TOO = re.compile(r"aten\.(topk|sort|max\.dim|max_pool2d_with_indices)|parc\.next_loss_scale")
+"""Operators that return entries, and whole numbers beside them."""
 _CHOOSING = re.compile(r"(aten\.(gather|index|index_select|embedding|scatter\w*|masked_fill)|parc\.lookup)\.")
 """Operators of whose operands the second, or the third, says which entries."""
 _COUNTING = re.compile(r"aten\.(sum|mean|cumsum|div|histc|softmax|_softmax)\.|\.Scalar")

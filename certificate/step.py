@@ -24,8 +24,10 @@ from .text import Function, Parameter, Program, Refused, Type, read_program, rea
 _MOST_FILES, _MOST_BYTES = 4096, 64 << 20
 _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
-_BEYOND = ("RESCALE", "STEP")
+_BEYOND = ("STEP",)
 """The actions that come after all that is proved."""
+_LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
+"""The state of steps by which a loss is scaled that would round to zero."""
 _OF_BATCH = ("input", "rng")
 """The kinds that every microbatch has its own of."""
 
@@ -287,6 +289,9 @@ class Step:
         if any(action == "LOADS" for _, action in self.build.programs):
             self._loads()
         for program in self.build.programs.values():
+            if program.action == "RESCALE":
+                self._rescale(program)
+        for program in self.build.programs.values():
             if (program.role, program.action) not in self.read and program.action not in _BEYOND:
                 raise Refused(f"{program.file}: is no part of a step")
         proof.nodes = len(self.table.nodes)
@@ -488,6 +493,19 @@ class Step:
                 if key != "metric load":
                     raise Refused(f"{program.file}: `{key}` is not in model.py")
                 self.same(program, key, value, self.tensors.cat(loads, 0))
+
+    def _rescale(self, program: Program) -> None:
+        """Prove that the loss scale of the next step is that of dynamic loss scaling, which is never zero."""
+        state = self.build.manifest.get("state")
+        if not isinstance(state, dict) or not isinstance(state.get("loss_scale"), float) or state["loss_scale"] <= 0:
+            raise Refused("manifest.json begins with no loss scale")
+        norm, *before = (self.tensors.leaf(name, ()) for name in ("grad_norm", *(f"state {s}" for s in _LOSS_SCALE)))
+        values = self._only(program, self.run(program, {"grad_norm": norm}).values, "state")
+        for name in _LOSS_SCALE:
+            expected = self.tensors.pointwise(f"next {name}", [norm, *before])
+            if (value := values.get(f"state {name}")) is None:
+                raise Refused(f"{program.file}: returns no `state {name}`")
+            self.same(program, f"state {name}", value, expected)
 
     def _together(
         self, action: str, known: Mapping[str, Mapping[str, Value]], settle: Mapping[str, Settle] = {}

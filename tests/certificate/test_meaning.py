@@ -164,7 +164,7 @@ class Programs:
         before = len(self.table.nodes)
         try:
             found = LINES[name](self, *picked)
-        except (Refused, DivideAxis):
+        except (Refused, DivideAxis, RecursionError):  # the last is refused in words where a build is read
             return
         assert before <= len(self.table.nodes)
         if found is not None:
@@ -198,6 +198,29 @@ class Programs:
         result = "".join(self.draw.sample(sorted({*rows, *other}), self.draw.randrange(0, 3)))
         value = self.tensors.product([x[0], y[0]], [rows, other], result)
         return value, [torch.einsum(f"{rows},{other}->{result}", a, b) for a, b in zip(x[1], y[1], strict=True)]
+
+    def network(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        """Return a sum of products of three or four values, over random letters that their sizes allow."""
+        values = [x, y, *(self.draw.choice(self.values) for _ in range(self.draw.randrange(1, 3)))]
+        names: dict[str, int] = {}
+        rows = []
+        for value, _ in values:
+            row = ""
+            for size in value.shape:
+                known = [name for name, other in names.items() if other == size and name not in row]
+                if not known or self.draw.random() < 0.2:
+                    known = ["abcdefgh"[len(names)]] if len(names) < 8 else []
+                if not known:
+                    return None
+                row += self.draw.choice(known)
+                names[row[-1]] = size
+            rows.append(row)
+        result = "".join(self.draw.sample(sorted(names), min(len(names), self.draw.randrange(0, 3))))
+        if math.prod(names.values()) > 20_000:
+            return None
+        value = self.tensors.product([each for each, _ in values], rows, result)
+        locals_ = zip(*(each for _, each in values), strict=True)
+        return value, [torch.einsum(f"{','.join(rows)}->{result}", *each) for each in locals_]
 
     def reduce(self, x: tuple[Value, Local], _: Any) -> tuple[Value, Local] | None:
         if not x[0].dims:
@@ -305,7 +328,7 @@ def fits(x: Value, y: Value) -> bool:
 
 LINES = {
     "pointwise": Programs.pointwise, "arithmetic": Programs.arithmetic, "times": Programs.arithmetic,
-    "contract": Programs.contract, "reduce": Programs.reduce, "views": Programs.views, "cuts": Programs.cuts,
+    "contract": Programs.contract, "network": Programs.network, "reduce": Programs.reduce, "views": Programs.views, "cuts": Programs.cuts,
     "sums": Programs.sums, "moves": Programs.moves, "moves again": Programs.moves,
 }  # fmt: skip
 TYPES = (
