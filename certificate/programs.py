@@ -244,7 +244,10 @@ class Reader:
                     back = self.run(program, called, self.call(line, values, types).args)
                     if back.coming:
                         raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
-                    if any(t is not NO_TYPE and kind_of(t) != kind for t, kind in zip(line.types, back.kinds.values())):
+                    if any(
+                        t is not NO_TYPE and kind_of(t) != kind
+                        for t, kind in zip(line.types, back.kinds.values(), strict=False)
+                    ):
                         raise Refused(f"`{line.op}` returns numbers of another kind")
                     results = tuple(back.values.values())
                 elif line.op == "parc.all_reduce_among":

@@ -137,9 +137,10 @@ class Step:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.microbatches = build.manifest.get("microbatches")
-        if type(self.microbatches) is not int or self.microbatches < 1:
+        count = build.manifest.get("microbatches")
+        if not isinstance(count, int) or count < 1:
             raise Refused("manifest.json says no number of microbatches")
+        self.microbatches = count
         self.mesh = next(iter(build.programs.values())).mesh
         for program in build.programs.values():
             if program.mesh != self.mesh:
@@ -248,12 +249,13 @@ class Step:
             try:
                 if kind == "parameter" and self.stored.get(name) != parameter.type:
                     raise Refused(f"`{name}` is not stored so")
-                if kind in (*_STORED, *_OF_BATCH) and self.types.setdefault(parameter.binding, parameter.type) != parameter.type:
+                outside = kind in (*_STORED, *_OF_BATCH)
+                if outside and self.types.setdefault(parameter.binding, parameter.type) != parameter.type:
                     raise Refused(f"`{parameter.binding}` has another type in another program")
                 if kind not in (*_STORED, *_OF_BATCH, "state") and parameter.binding not in known:
                     raise Refused(f"nothing makes `{parameter.binding}` before it")
-                kind = kind_of(parameter.type)
-                if self.kinds.get(_place(program, parameter.binding), kind) != kind:
+                number = kind_of(parameter.type)
+                if self.kinds.get(_place(program, parameter.binding), number) != number:
                     raise Refused(f"`{parameter.binding}` is of another kind of numbers")
                 result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
             except (Refused, KeyError) as error:  # an axis that no rank of a role has

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from .letters import Affine, Instead, Letter, Number, Read, reduced, substitute
+from .letters import Affine, Instead, Letter, Number, Read, length_of, reduced, substitute
 from .meaning import Divide, DivideAxis, Table, Value
 from .text import Atom, Dim, Mesh, Refused, Type
 
@@ -383,16 +383,25 @@ class Tensors:
         where the read does not have it just above, as after a sum over parts, or one of them alone."""
         parts: dict[Letter, Letter | None] = {}
         for offset, terms in read.maps:
-            by_stride = {stride: letter for letter, stride in terms}
-            for letter, stride in terms:
-                if not isinstance(letter, str) or letter[0] != "~":
-                    continue
-                above: Letter = letter
-                while isinstance(above, str) and above[0] == "~":
-                    stride *= self.table.mesh[above[1:]]
-                    above = by_stride.get(stride)
-                known = above is not None and not isinstance(above, str)
-                part = above if known and sizes[above] % 2 == 0 and offset % (2 * stride) == 0 else None
+            turned = [letter for letter, _ in terms if isinstance(letter, str) and letter[0] == "~"]
+            if not turned:
+                continue
+            strides = dict(terms)
+            low = min(strides[letter] for letter in turned)
+            whole = low * math.prod(self.table.mesh[letter[1:]] for letter in turned)
+            above = [letter for letter, stride in terms if stride == whole]
+            inside = [(letter, stride) for letter, stride in terms if stride < low]
+            known = (
+                len(above) == 1
+                and not isinstance(above[0], str)
+                and sizes[above[0]] % 2 == 0
+                and offset % (2 * whole) == 0
+                and all(letter in turned or low > stride > 0 or stride % (2 * whole) == 0
+                        for letter, stride in terms if letter != above[0])
+                and sum(stride * (length_of(letter, sizes, self.table.mesh) - 1) for letter, stride in inside) < low
+            )  # fmt: skip
+            for letter in turned:
+                part = above[0] if known else None
                 parts[letter] = part if parts.get(letter, part) == part else None
         return parts
 
@@ -410,9 +419,9 @@ class Tensors:
         every = [self._parts_of(read, sizes) for read in reads]
         for letter in {letter for parts in every for letter in parts}:
             parts = [each[letter] for each in every if letter in each]
-            if len(parts) > 1 or looked is not None:
-                if parts[0] is None or len(set(parts)) > 1 or (looked and parts[0] in looked):
-                    raise Refused(f"reads parts along `{letter}`, of which every second one is in reverse, together")
+            unknown = parts[0] is None or len(set(parts)) > 1 or (looked and parts[0] in looked)
+            if unknown and (len(parts) > 1 or looked is not None):
+                raise Refused(f"reads parts along `{letter}`, of which every second one is in reverse, together")
 
     def _demand_ranks(
         self, read: Read, sizes: Mapping[Letter, int], ranks: Sequence[tuple[int, str]], outer: Sequence[Letter]

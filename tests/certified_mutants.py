@@ -19,6 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -331,7 +332,9 @@ def in_pairs(texts: Texts, draw: Random) -> Iterator[Mutant]:
                     first, second = f'        "{a[1]}": {b[2]},', f'        "{b[1]}": {a[2]},'
                 changed = list(rows)
                 changed[one], changed[other] = first, second
-                yield Mutant(f"exchanged {field_}", f"{file}: {a[0].strip()} and {b[0].strip()}", {file: "\n".join(changed)})
+                yield Mutant(
+                    f"exchanged {field_}", f"{file}: {a[0].strip()} and {b[0].strip()}", {file: "\n".join(changed)}
+                )
                 if field_ == "returned":
                     changed = list(rows)
                     changed[one] = first
@@ -342,7 +345,9 @@ def in_pairs(texts: Texts, draw: Random) -> Iterator[Mutant]:
                 changed = list(rows)
                 changed[at], changed[at + 1] = changed[at + 1], changed[at]
                 yield Mutant("lines exchanged", f"{file}:{at + 1}", {file: "\n".join(changed)})
-            yield Mutant("line dropped", f"{file}:{at + 1} {rows[at][:60]}", {file: "\n".join([*rows[:at], *rows[at + 1 :]])})
+            yield Mutant(
+                "line dropped", f"{file}:{at + 1} {rows[at][:60]}", {file: "\n".join([*rows[:at], *rows[at + 1 :]])}
+            )
 
 
 def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
@@ -351,33 +356,42 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
     words = {(row.op, arg) for row in rows for arg in row.args if _NUMBER.fullmatch(arg)}
     for op, arg in sorted(words):
         for other in other_numbers(arg):
-            edits = _everywhere(texts, lambda row: row.op == op and arg in row.args, lambda row: row._replace(
-                args=tuple(other if each == arg else each for each in row.args)
-            ))
+            edits = _everywhere(
+                texts,
+                partial(_reads, arg=arg, op=op),
+                partial(_with_argument, arg=arg, other=other),
+            )
             yield Mutant("number, alike", f"{op}: {arg} -> {other}", edits)
     values = {arg for _, arg in words if "." in arg}
     for arg in sorted(values):
         for other in other_numbers(arg):
-            edits = _everywhere(texts, lambda row: arg in row.args, lambda row: row._replace(
-                args=tuple(other if each == arg else each for each in row.args)
-            ))
+            edits = _everywhere(
+                texts,
+                partial(_reads, arg=arg),
+                partial(_with_argument, arg=arg, other=other),
+            )
             yield Mutant("number, alike", f"{arg} -> {other}", edits)
     for like in LikeRows:
         for one in like:
             for other in like:
-                pair = {one: other, one.replace(".", "_backward.", 2).replace("aten_backward.", "aten."):
-                        other.replace(".", "_backward.", 2).replace("aten_backward.", "aten.")}
+                pair = {one: other, _backward(one): _backward(other)}
                 if one != other and any(row.op == one for row in rows):
-                    edits = _everywhere(texts, lambda row: row.op in pair, lambda row: row._replace(op=pair[row.op]))
+                    edits = _everywhere(texts, partial(_is_one_of, ops=pair), partial(_with_operator, ops=pair))
                     yield Mutant("operator, alike", f"{one} -> {other}", edits)
-    for op in sorted({row.op for row in rows if row.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_gather")}):
+    for op in sorted(
+        {row.op for row in rows if row.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_gather")}
+    ):
         for axis in AXES:
-            edits = _everywhere(texts, lambda row: row.op == op and f"'{axis}'" in row.args, lambda row: row._replace(
-                op="parc.wait" if "message" in row.args[-1] else "aten.alias.default", args=row.args[:1]
-            ))
+            edits = _everywhere(
+                texts,
+                partial(_reads, arg=f"'{axis}'", op=op),
+                lambda row: row._replace(op="aten.alias.default", args=row.args[:1]),
+            )
             yield Mutant("collective dropped, alike", f"{op} over {axis}", edits)
-    bindings = sorted({m[1] for f in programs(texts) for m in re.finditer(r'# (parameter [\w.]+)', texts[f])})
-    saved = sorted({m[1] for f in programs(texts) for m in re.finditer(r'"((?:saved|sent|gradient) [\w.]+)"', texts[f])})
+    bindings = sorted({m[1] for f in programs(texts) for m in re.finditer(r"# (parameter [\w.]+)", texts[f])})
+    saved = sorted(
+        {m[1] for f in programs(texts) for m in re.finditer(r'"((?:saved|sent|gradient) [\w.]+)"', texts[f])}
+    )
     for names in (bindings, saved):
         for _ in range(min(40, len(names) ** 2)):
             if len(names) < 2:
@@ -391,6 +405,28 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
             yield Mutant("type, alike", f"{type_} -> {other}", edits)
 
 
+def _reads(row: Row, arg: str, op: str = "") -> bool:
+    return arg in row.args and op in ("", row.op)
+
+
+def _with_argument(row: Row, arg: str, other: str) -> Row:
+    return row._replace(args=tuple(other if each == arg else each for each in row.args))
+
+
+def _is_one_of(row: Row, ops: Mapping[str, str]) -> bool:
+    return row.op in ops
+
+
+def _with_operator(row: Row, ops: Mapping[str, str]) -> Row:
+    return row._replace(op=ops[row.op])
+
+
+def _backward(op: str) -> str:
+    """Return the operator of gradients: ``aten.silu_backward.default``."""
+    space, name, overload = (*op.split("."), "default")[:3]
+    return f"{space}.{name}_backward.{overload}"
+
+
 def _retyped(text: str, type_: str, other: str) -> str:
     return re.sub(rf'(?<=[ "]){re.escape(type_)}(?=[";]| \|)', lambda _: other, text)
 
@@ -398,15 +434,20 @@ def _retyped(text: str, type_: str, other: str) -> str:
 def _renamed(texts: Texts, one: str, other: str) -> Edits:
     """Exchange two names that values have between programs, in some of the texts' places."""
     short, long = one.partition(" ")[2], other.partition(" ")[2]
-    kinds = {"saved": ("saved",), "sent": ("sent", "received"), "gradient": ("gradient",)}.get(one.split()[0], ("parameter",))
+    kinds = {"saved": ("saved",), "sent": ("sent", "received"), "gradient": ("gradient",)}.get(
+        one.split()[0], ("parameter",)
+    )
     edits = {}
     for file in programs(texts):
         if kinds == ("saved",) and ".F." not in file:
             continue
         text = texts[file]
         for kind in kinds:
-            text = re.sub(rf'({kind}) ({re.escape(short)}|{re.escape(long)})(?=["\n])',
-                          lambda m: f"{m[1]} {long if m[2] == short else short}", text)
+            text = re.sub(
+                rf'({kind}) ({re.escape(short)}|{re.escape(long)})(?=["\n])',
+                lambda m: f"{m[1]} {long if m[2] == short else short}",
+                text,
+            )
         if text != texts[file]:
             edits[file] = text
     return edits
@@ -425,7 +466,9 @@ def in_manifest(texts: Texts, draw: Random) -> Iterator[Mutant]:
     facts = json.loads(texts["manifest.json"])
     for name, type_ in facts["parameters"].items():
         many = [*other_types(type_, AXES, draw), *(set(facts["parameters"].values()) - {type_})]
-        many += [re.sub(r"(\d+)", rf"\1/{axis}", type_.replace("f32", "f@"), count=1).replace("f@", "f32") for axis in AXES]
+        many += [
+            re.sub(r"(\d+)", rf"\1/{axis}", type_.replace("f32", "f@"), count=1).replace("f@", "f32") for axis in AXES
+        ]
         for other in draw.sample(many, min(3, len(many))):
             changed = {**facts, "parameters": {**facts["parameters"], name: other}}
             edits = {"manifest.json": json.dumps(changed)}
@@ -477,7 +520,7 @@ def lying(texts: Texts, axes: Sequence[str]) -> Edits:
         types = []
         for type_ in match[1].split("; "):
             more = [a for a in axes if not re.search(rf"[/+~]{a}\b", type_)] if type_ != "-" else []
-            base, _, packed = type_.partition("] ")
+            _, _, packed = type_.partition("] ")
             marks = " ".join(f"+{axis}" for axis in more)
             types.append(f"{type_} {marks}".rstrip() if not packed or "of" not in packed else type_)
         return f"  # {'; '.join(types)} | "
@@ -549,7 +592,7 @@ def numbers(compiled: Compiled, texts: Texts) -> str:
                 return f"numbers: {agreement.not_finite}"
             if not agreement.largest <= TOLERANCE:
                 return f"numbers: {agreement.worst}"
-    except (Exception, SystemExit) as error:  # noqa: BLE001  any error of a program that does not run
+    except (Exception, SystemExit) as error:
         return f"does not run: {type(error).__name__}: {str(error)[:150]}"
     return ""
 
@@ -580,7 +623,8 @@ def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[s
         for mutant in source(texts, draw):
             if mutant.edits and any(texts[file] != text for file, text in mutant.edits.items()):
                 by_kind.setdefault(mutant.kind, []).append(mutant)
-    chosen, pools = [], [draw.sample(pool, len(pool)) for pool in by_kind.values()]
+    chosen: list[Mutant] = []
+    pools = [draw.sample(pool, len(pool)) for pool in by_kind.values()]
     while pools and len(chosen) < most:
         pools = [pool for pool in pools if pool]
         chosen += [pool.pop() for pool in pools]
@@ -594,7 +638,7 @@ def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[s
                 lies = lying({**texts, **mutant.edits}, axes)
                 reason = build.verdict({**mutant.edits, **lies})
                 what = f"{what} (with lying types)"
-        except Exception as error:  # noqa: BLE001  an error of the checker is what is looked for
+        except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             count.crashes.append(f"{what}: {type(error).__name__} {error} at {Path(last.filename).name}:{last.lineno}")
             continue
@@ -610,6 +654,11 @@ def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[s
             count.idle.append(f"{what}: {differs}")
 
 
+def _line(kind: str, row: Mapping[str, int]) -> str:
+    widths = {"mutants": 9, "accepted": 10, "not run": 9, "crashes": 9, "holes": 7}
+    return f"{kind:<28}" + "".join(f"{row[name]:>{width}}" for name, width in widths.items())
+
+
 def table(counts: Mapping[str, Count]) -> str:
     """Return the table of all kinds, and what was accepted."""
     head = f"{'kind':<28}{'mutants':>9}{'accepted':>10}{'not run':>9}{'crashes':>9}{'holes':>7}"
@@ -618,8 +667,8 @@ def table(counts: Mapping[str, Count]) -> str:
         row = {"mutants": c.mutants, "accepted": len(c.accepted), "not run": len(c.idle), "crashes": len(c.crashes),
                "holes": len(c.holes)}  # fmt: skip
         total.update(row)
-        lines.append(f"{kind:<28}{row['mutants']:>9}{row['accepted']:>10}{row['not run']:>9}{row['crashes']:>9}{row['holes']:>7}")
-    lines.append(f"{'all':<28}{total['mutants']:>9}{total['accepted']:>10}{total['not run']:>9}{total['crashes']:>9}{total['holes']:>7}")
+        lines.append(_line(kind, row))
+    lines.append(_line("all", total))
     for word in ("accepted", "idle", "crashes", "holes"):
         lines += [f"{word}: {kind}: {what}" for kind, c in sorted(counts.items()) for what in getattr(c, word)]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from certificate.letters import Affine, Letter, Read
-from certificate.meaning import Divide, DivideAxis, Table, Value
+from certificate.meaning import DivideAxis, Table, Value
 from certificate.tensors import Tensors
 from certificate.text import Mesh, Refused, read_type
 
@@ -95,7 +95,9 @@ class Numbers:
 def grid(sizes: Sequence[int]) -> list[Tensor]:
     """Return the numbers of places along each of some dims, which broadcast to all of them."""
     rank = len(sizes)
-    return [torch.arange(size).reshape([-1 if at == dim else 1 for at in range(rank)]) for dim, size in enumerate(sizes)]
+    return [
+        torch.arange(size).reshape([-1 if at == dim else 1 for at in range(rank)]) for dim, size in enumerate(sizes)
+    ]
 
 
 # ---- random programs of all ranks
@@ -139,7 +141,9 @@ class Programs:
                     else:
                         at = ranks[atom.axis.lstrip("~")]
                         turned = atom.axis[0] == "~" and (numbers % 2 == 1)
-                        place = torch.where(torch.as_tensor(turned), atom.size - 1 - at, at).expand(len(numbers))[:, None]
+                        place = torch.where(torch.as_tensor(turned), atom.size - 1 - at, at).expand(len(numbers))[
+                            :, None
+                        ]
                     numbers = (numbers[:, None] * atom.size + place).reshape(-1)
                 kept.append(numbers + start)
                 start += math.prod(atom.size for atom in stretch)
@@ -245,8 +249,8 @@ class Programs:
             return None
         if kind == "transpose":
             return self.tensors.transpose(value, 0, 1), [a.transpose(0, 1) for a in local]
-        shape = self.draw.choice([(-1,), (value.shape[0] * value.shape[1], -1), (2, -1), (-1, 2), (-1, 3)])
-        shape = tuple(size if size > 0 else math.prod(value.shape) // -math.prod(shape) for size in shape)
+        wanted = self.draw.choice([[-1], [value.shape[0] * value.shape[1], -1], [2, -1], [-1, 2], [-1, 3]])
+        shape = [size if size > 0 else math.prod(value.shape) // -math.prod(wanted) for size in wanted]
         if math.prod(shape) != math.prod(value.shape):
             return None
         return self.tensors.reshape(value, shape), [a.reshape(shape) for a in local]
@@ -270,8 +274,12 @@ class Programs:
             for a, z in zip(local, zeros, strict=True):
                 z[(slice(None),) * dim + (slice(start, start + (size - 1) * step + 1, step),)] = a
             return self.tensors.place(value, dim, start, whole, step), zeros
-        other = [each for each in self.values if len(each[0].dims) == len(value.dims) and all(
-            at == dim or a == b for at, (a, b) in enumerate(zip(each[0].shape, value.shape, strict=True)))]
+        other = [
+            each
+            for each in self.values
+            if len(each[0].dims) == len(value.dims)
+            and all(at == dim or a == b for at, (a, b) in enumerate(zip(each[0].shape, value.shape, strict=True)))
+        ]
         y = self.draw.choice(other)
         if size + y[0].shape[dim] > 14:
             return None
@@ -291,7 +299,11 @@ class Programs:
             outer, axes = self.draw.choice([2, -2, -2, -2]), ["cp"]
         kind, count = self.draw.choice(["gather", "own", "pad"]), dict(MESH.sizes)[axes[0]]
         size = value.shape[dim]
-        if size % abs(outer) or (kind == "own" and size % (abs(outer) * count)) or (kind != "own" and size * count > 24):
+        if (
+            size % abs(outer)
+            or (kind == "own" and size % (abs(outer) * count))
+            or (kind != "own" and size * count > 24)
+        ):
             return None
         if kind == "own":
             parts = [[own(a, dim, outer, count, at[axes[0]])] for a, at in zip(local, RANKS, strict=True)]
@@ -301,7 +313,9 @@ class Programs:
             wide = a.new_zeros(*a.shape[:dim], size * count, *a.shape[dim + 1 :])
             for piece, at in group(local, ranks, axes) if kind == "gather" else [(a, ranks)]:
                 index = torch.arange(size * count).reshape(abs(outer), count, -1)
-                rows = [index[o, count - 1 - at[axes[0]] if outer < 0 and o % 2 else at[axes[0]]] for o in range(abs(outer))]
+                rows = [
+                    index[o, count - 1 - at[axes[0]] if outer < 0 and o % 2 else at[axes[0]]] for o in range(abs(outer))
+                ]
                 wide.index_copy_(dim, torch.cat(rows), piece)
             result.append(wide)
         change = self.tensors.gathered if kind == "gather" else self.tensors.padded
@@ -328,8 +342,9 @@ def fits(x: Value, y: Value) -> bool:
 
 LINES = {
     "pointwise": Programs.pointwise, "arithmetic": Programs.arithmetic, "times": Programs.arithmetic,
-    "contract": Programs.contract, "network": Programs.network, "reduce": Programs.reduce, "views": Programs.views, "cuts": Programs.cuts,
-    "sums": Programs.sums, "moves": Programs.moves, "moves again": Programs.moves,
+    "contract": Programs.contract, "network": Programs.network, "reduce": Programs.reduce,
+    "views": Programs.views, "cuts": Programs.cuts, "sums": Programs.sums,
+    "moves": Programs.moves, "moves again": Programs.moves,
 }  # fmt: skip
 TYPES = (
     "f32[6/cp, 4]", "f32[4/tp, 6]", "f32[(2 6/~cp), 4]", "f32[(2 6/~cp), 2]", "f32[4, (2 6/~cp)]", "f32[12/tp/cp, 2]",
