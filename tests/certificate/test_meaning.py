@@ -361,3 +361,32 @@ def test_every_rank_has_the_numbers_that_a_meaning_has_there(part: int) -> None:
             programs.step()
         steps += programs.steps
     assert steps > 500
+
+
+def piece(t: Tensors, name: str, text: str) -> Value:
+    type_ = read_type(text, MESH)
+    return t.piece(t.table.leaf(name, type_.shape), type_)
+
+
+def test_ranks_that_count_in_reverse_are_not_gathered_in_another_order() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    x = piece(t, "x", "f32[(2 6/~cp)]")
+    assert t.gathered(x, ["cp"], 0, -2) == piece(t, "x", "f32[12]")
+    with pytest.raises(Refused, match="in another order"):
+        t.gathered(x, ["cp"], 0, 2)
+    with pytest.raises(Refused, match="in reverse"):  # rank 0 has the first part of six, and the last
+        t.times(t.part(x, 0, 0, 2), t.part(x, 0, 2, 2))
+
+
+def test_a_rank_puts_its_own_piece_among_zeros() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    wide = t.padded(piece(t, "x", "f32[6/cp]"), ["cp"], 0, 1)
+    assert t.over(wide, ["cp"]) == piece(t, "x", "f32[6]")
+
+
+def test_entries_in_another_order_are_another_operand() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    x = t.reshape(piece(t, "x", "f32[4]"), (2, 2))
+    within = t.reshape(t.expand(t.reshape(x, (2, 1, 2)), (2, 2, 2)), (8,))
+    around = t.reshape(t.expand(t.reshape(x, (1, 2, 2)), (2, 2, 2)), (8,))
+    assert t.flat(within, 0) != t.flat(around, 0)
