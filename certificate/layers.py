@@ -21,6 +21,15 @@ def _(c: Call) -> Value:
     return c.tensors.squares(c.args[0])
 
 
+@row("parc.next_loss_scale.default")
+def _(c: Call) -> tuple[Value, ...]:
+    norm, scale, good, skipped, *numbers = c.args
+    if numbers != [2.0, 0.5, 2000]:
+        raise Refused(f"{c.line.op} by {numbers} has no rule")
+    values = [norm, scale, good, skipped]
+    return tuple(c.tensors.pointwise(f"next {name}", values) for name in ("loss_scale", "good_steps", "skipped_steps"))
+
+
 # ---- products
 
 

@@ -87,10 +87,15 @@ Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
 
 
 def joined_letters(
-    reads: Sequence[Read], inside: frozenset[Letter], sizes: Mapping[Letter, int], mesh: Mapping[str, int]
+    reads: Sequence[Read],
+    inside: frozenset[Letter],
+    sizes: Mapping[Letter, int],
+    mesh: Mapping[str, int],
+    order: list[Letter],
 ) -> tuple[Groups, list[list[list[tuple[Letter, int]]]]]:
     """Join the letters that are always read one behind the other. Return the joined letters, and the terms of each
-    read's loops with these alone."""
+    read's loops with these alone. Those in ``order`` are joined only where they are neighbours there, and leave it: an
+    operator sees their entries in this order."""
     rows: dict[Letter, list[tuple[int, int, int]]] = {}
     for at, read in enumerate(reads):
         for loop, (_, terms) in enumerate(read.maps):
@@ -106,6 +111,10 @@ def joined_letters(
                 above = tuple((at, loop, stride * size) for at, loop, stride in rows[letter])
                 major = by_rows.get((letter in inside, above))
                 if major is not None and major in groups and major != letter:
+                    if letter in order and major not in order[: order.index(letter)][-1:]:
+                        continue
+                    if letter in order:
+                        order.remove(major)
                     before, count = groups.pop(major)
                     groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
                     changed = True

@@ -49,6 +49,8 @@ from .letters import (
 )
 from .text import Refused
 
+_MOST_STEPS = 1000
+"""The most steps in which a product with identity matrices is simplified."""
 MOST_TERMS = 6
 """The number of terms from which sums of a model get names."""
 
@@ -109,6 +111,10 @@ class DivideAxis(Exception):
     def __init__(self, axis: str, sizes: tuple[int, ...]) -> None:
         super().__init__(axis, sizes)
         self.axis, self.sizes = axis, sizes
+
+
+def _rank(letter: Letter) -> tuple[bool, str]:
+    return isinstance(letter, str), str(letter)
 
 
 class Table:
@@ -179,7 +185,8 @@ class Table:
         letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
-        groups, terms = joined_letters(reads, inside, sizes, self.mesh)
+        keep = list(keep)
+        groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
         best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
         for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
             candidate = numbered(reads, terms, order, inside, own, keep)
@@ -304,9 +311,9 @@ class Table:
                 return self.squares(squared[0], sizes_inside, squared_over)
         else:
             counts: dict[Letter, int] = {}
-            for used in letters:
-                for letter in used:
-                    counts[letter] = counts.get(letter, 0) + 1
+            for factor, used in zip(factors, letters, strict=True):
+                for letter in used:  # an identity matrix is not summed by itself: it would be opened again
+                    counts[letter] = counts.get(letter, 0) + (2 if factor.node == self.delta else 1)
             alone = {letter for letter, count in counts.items() if count == 1}
             if alone:
                 summed = [
@@ -315,7 +322,7 @@ class Table:
                 ]
                 return self.product(1, summed, sizes, over - alone)
             nest = nested(letters, over)
-            if nest is not None:
+            if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
@@ -373,7 +380,7 @@ class Table:
         common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*sorted(common), rest], sizes)
+            return self._pure(1, [*sorted(common, key=str), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
             self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
@@ -409,7 +416,7 @@ class Table:
     ) -> tuple[list[Read], set[Letter], Mapping[Letter, int]] | None:
         """Simplify a product with identity matrices: sum over letters that one of them picks, divide those that compare
         several digits, and read the other factors at the place that is picked. None where nothing is picked."""
-        while True:
+        for _ in range(_MOST_STEPS):
             joined = self._joined_first(factors, summed, sizes)
             if joined is not None:
                 factors, sizes, summed = joined
@@ -425,6 +432,7 @@ class Table:
                     break
             else:
                 return factors, summed, sizes
+        raise Refused("places are compared in too many ways")
 
     def _step(
         self, maps: Maps, others: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
@@ -457,6 +465,9 @@ class Table:
             moved = [r._replace(maps=substitute(r.maps, Instead({letter: index}))) for r in others]
             if letter in summed:
                 return moved, summed - {letter}
+            back = there[1][0][0] if len(there[1]) == 1 and there[0] == 0 and there[1][0][1] == 1 else None
+            if back is not None and _rank(letter) < _rank(back):
+                continue  # of two letters that are equal, one stands in the place of the other, and never back
             if here[0] == 0 and stride == 1 and moved != others:
                 return [Read(1, self.delta, (here, there)), *moved], summed
         for here, there in (maps, maps[::-1]):
@@ -502,7 +513,7 @@ class Table:
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
         """Join summed letters that are always read together; None where there are none."""
-        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh)
+        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh, [])
         groups = {letter: group for letter, group in groups.items() if len(group[0]) > 1 and letter in summed}
         if not groups:
             return None

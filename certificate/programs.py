@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from . import attention, layers, routing, views  # noqa: F401  they enter their 
 from .meaning import Table, Value
 from .rows import CONSTANT, ROWS, SLOPES, Call
 from .tensors import Tensors
-from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type
+from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
 
 Values = dict[str, Value]
 MESSAGES = (
@@ -29,6 +30,8 @@ class Returned(NamedTuple):
 
     values: dict[str, Value]
     coming: frozenset[str] = frozenset()
+    kinds: Mapping[str, int] = {}
+    """The kinds of their numbers."""
 
 
 class Messages:
@@ -47,7 +50,7 @@ class Messages:
             Refused: it reads what is on its way, awaits what is not, or begins a message out of turn.
         """
         wait = line.op == "parc.wait"
-        for name in names_in(line.args):
+        for name in names_in([*line.args, *line.kwargs.values()]):
             if wait and name not in self.coming:
                 raise Refused(f"`{name}` is awaited, and is not on its way")
             if not wait and name in self.coming:
@@ -76,6 +79,56 @@ class Messages:
         returned = {name for _, name in returns}
         if lost := sorted(self._begun - self.awaited - returned):
             raise Refused(f"`{lost[0]}` is never awaited")
+
+
+# ---- kinds of numbers: truth values, whole numbers and others. Rows read them in types, so no type may lie about them.
+
+_KINDS = {"bool": 0, "u8": 1, "i8": 1, "i16": 1, "i32": 1, "i64": 1}
+_COMPARING = re.compile(r"aten\.(ne|eq|lt|le|gt|ge|logical_\w+)\.")
+_FINDING = re.compile(r"(aten\.(argsort|argmax|bincount)|parc\.(stream_key|slots))\.")
+_FINDING_TOO = re.compile(r"aten\.(topk|sort|max\.dim|max_pool2d_with_indices)|parc\.next_loss_scale")
+"""Operators that return entries, and whole numbers beside them."""
+_CHOOSING = re.compile(r"(aten\.(gather|index|index_select|embedding|scatter\w*|masked_fill)|parc\.lookup)\.")
+"""Operators of whose operands the second, or the third, says which entries."""
+_COUNTING = re.compile(r"aten\.(sum|mean|cumsum|div|histc|softmax|_softmax)\.|\.Scalar")
+"""Operators that make numbers of truth values."""
+
+
+def kind_of(type_: Type) -> int:
+    """Return 0 for truth values, 1 for whole numbers, 2 for others."""
+    return _KINDS.get(type_.dtype, 2)
+
+
+def _demand_kinds(line: Line, types: Mapping[str, Type]) -> None:
+    """Refuse results of another kind than an operator makes of its operands.
+
+    Raises:
+        Refused: a type lies.
+    """
+    reads = line.args
+    if ".where." in line.op:
+        reads = reads[1:]
+    elif _CHOOSING.match(line.op):
+        reads = (*reads[:1], *reads[3:])
+    most = max((kind_of(types[name]) for name in names_in(reads) if name in types), default=-1)
+    words = [item.text for item in (*line.args, *line.kwargs.values()) if type(item) is Word]
+    for at, type_ in enumerate(line.types):
+        kind = kind_of(type_)
+        if type_ is NO_TYPE:
+            continue
+        if words:
+            fits = kind == (0 if words[-1] == "torch.bool" else 1 if "int" in words[-1] else 2)
+        elif _COMPARING.match(line.op):
+            fits = kind == 0
+        elif _FINDING.match(line.op) or (at and _FINDING_TOO.match(line.op)):
+            fits = kind == 1
+        elif most == 0 and not _COUNTING.search(line.op):
+            scaled = line.op.startswith(("aten.add.", "aten.sub.", "aten.mul."))
+            fits = kind == 0 or (scaled and type(line.args[-1]) in (int, float))
+        else:
+            fits = kind >= most
+        if not fits:
+            raise Refused(f"{line.op} makes no {type_.dtype} of its operands")
 
 
 class Reader:
@@ -187,11 +240,21 @@ class Reader:
                 messages.read(line)
                 called = program.functions.get(line.op)
                 if called is not None:
-                    results = tuple(self.run(program, called, self.call(line, values, types).args).values.values())
+                    self._demand_call(called, line, types)
+                    back = self.run(program, called, self.call(line, values, types).args)
+                    if back.coming:
+                        raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
+                    if any(
+                        t is not NO_TYPE and kind_of(t) != kind
+                        for t, kind in zip(line.types, back.kinds.values(), strict=False)
+                    ):
+                        raise Refused(f"`{line.op}` returns numbers of another kind")
+                    results = tuple(back.values.values())
                 elif line.op == "parc.all_reduce_among":
                     operand, axis, ranks = line.args
                     results = ((yield (axis, tuple(ranks)), values[operand.name]),)
                 else:
+                    _demand_kinds(line, types)
                     _, results = self.line(line, values, types)
             except Refused as error:
                 raise error if ".py:" in str(error) else Refused(f"{where}: {error} ({line.origin})") from None
@@ -207,9 +270,16 @@ class Reader:
                         self._tell(f"{where}: `{name}` = {line.op} ({line.origin})", line, values)
         returned = {key: values[name] for key, name in function.returns}
         try:
-            return Returned(returned, frozenset(messages.left(function.returns)))
+            kinds = {key: kind_of(types[name]) for key, name in function.returns}
+            return Returned(returned, frozenset(messages.left(function.returns)), kinds)
         except Refused as error:
             raise Refused(f"{program.file}: {error}") from None
+
+    def _demand_call(self, called: Function, line: Line, types: Mapping[str, Type]) -> None:
+        """Refuse operands of another kind than a function says that they are."""
+        for parameter, item in zip(called.parameters, line.args, strict=False):
+            if type(item) is Name and item.name in types and kind_of(types[item.name]) != kind_of(parameter.type):
+                raise Refused(f"`{line.op}` takes another kind of numbers as its `{parameter.name}`")
 
     def _tell(self, place: str, line: Line, values: Values) -> None:
         """Remember a line with a new meaning, if what it reads is known to the model."""

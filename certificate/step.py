@@ -16,7 +16,7 @@ from typing import Any
 
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
-from .programs import Reader, Returned, Settle
+from .programs import Reader, Returned, Settle, kind_of
 from .schedule import Action, check_schedule, read_schedule, stages_of
 from .tensors import MICROBATCH
 from .text import Function, Parameter, Program, Refused, Type, read_program, read_type
@@ -24,6 +24,10 @@ from .text import Function, Parameter, Program, Refused, Type, read_program, rea
 _MOST_FILES, _MOST_BYTES = 4096, 64 << 20
 _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
+_BEYOND = ("STEP",)
+"""The actions that come after all that is proved."""
+_LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
+"""The state of steps by which a loss is scaled that would round to zero."""
 _OF_BATCH = ("input", "rng")
 """The kinds that every microbatch has its own of."""
 
@@ -108,6 +112,8 @@ def certify(folder: Path) -> Proof:
             proof.lines += [f"evaluation, {line}" for line in evaluated.lines]
             proof.nodes += evaluated.nodes
         return proof
+    except RecursionError:
+        raise Refused("its values are made of each other too deeply") from None
     finally:
         if collected:
             gc.enable()
@@ -131,19 +137,28 @@ class Step:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.microbatches = int(build.manifest["microbatches"])
+        count = build.manifest.get("microbatches")
+        if not isinstance(count, int) or count < 1:
+            raise Refused("manifest.json says no number of microbatches")
+        self.microbatches = count
         self.mesh = next(iter(build.programs.values())).mesh
         for program in build.programs.values():
             if program.mesh != self.mesh:
                 raise Refused(f"{program.file}: has another mesh than other programs")
         check_schedule(build.roles, self.microbatches, {role: build.kinds(role) for role in build.roles})
         self.stages = stages_of(build.roles)
-        self.table = Table({**dict(self.mesh.sizes), MICROBATCH: self.microbatches})
+        roles = list(build.roles)
+        self.axis = "" if len(roles) == 1 else roles[0].rstrip("0123456789")
+        """The axis of roles, along which programs differ: none of them may speak of its ranks."""
+        ranks = {axis: size for axis, size in self.mesh.sizes if axis != self.axis}
+        self.table = Table({**ranks, MICROBATCH: self.microbatches})
         self.reader = Reader(self.table, self.mesh)
         self.tensors = self.reader.tensors
-        self.stored = {
-            name: read_type(str(text), self.mesh) for name, text in build.manifest.get("parameters", {}).items()
-        }
+        try:
+            stored = dict(build.manifest["parameters"])
+            self.stored = {name: read_type(str(text), self.mesh) for name, text in stored.items()}
+        except (LookupError, TypeError, ValueError) as error:
+            raise Refused(f"manifest.json: {error}") from None
         if partial := sorted(name for name, type_ in self.stored.items() if type_.partial):
             raise Refused(f"the manifest stores `{partial[0]}` as parts of a sum")
 
@@ -220,6 +235,7 @@ class Step:
         """Return what a program's main function returns, or another one."""
         main = program.functions[function] if function else _main(program)
         returned = self.reader.run(program, main, self.arguments(program, main, known), coming)
+        self.kinds |= {_place(program, key): kind for key, kind in returned.kinds.items()}
         if returned.coming and program.action != "UNSHARD" and not function:
             raise Refused(f"{program.file}: returns `{min(returned.coming)}` while it is on its way")
         return returned
@@ -227,20 +243,31 @@ class Step:
     def arguments(self, program: Program, function: Function, known: Mapping[str, Value]) -> list[Value]:
         """Return what a main function's parameters are bound to."""
         result = []
+        self.read.add((program.role, program.action))
         for parameter in function.parameters:
             kind, _, name = parameter.binding.partition(" ")
             try:
                 if kind == "parameter" and self.stored.get(name) != parameter.type:
                     raise Refused(f"`{name}` is not stored so")
+                outside = kind in (*_STORED, *_OF_BATCH)
+                if outside and self.types.setdefault(parameter.binding, parameter.type) != parameter.type:
+                    raise Refused(f"`{parameter.binding}` has another type in another program")
                 if kind not in (*_STORED, *_OF_BATCH, "state") and parameter.binding not in known:
                     raise Refused(f"nothing makes `{parameter.binding}` before it")
+                number = kind_of(parameter.type)
+                if self.kinds.get(_place(program, parameter.binding), number) != number:
+                    raise Refused(f"`{parameter.binding}` is of another kind of numbers")
                 result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
-            except Refused as error:
+            except (Refused, KeyError) as error:  # an axis that no rank of a role has
                 raise Refused(f"{program.file}:{parameter.row}: {error}") from None
         return result
 
     def run_programs(self) -> Proof:
         """Follow all programs of a step, and compare what leaves it with the model."""
+        parameters = [p for function in self.build.model.functions.values() for p in function.parameters]
+        self.kinds = {p.binding: kind_of(p.type) for p in parameters}
+        self.types: dict[str, Type] = {}
+        self.read: set[tuple[str, str]] = set()
         self.shared: dict[str, Value] = {}
         self.losses: dict[str, list[Value]] = {role: [] for role in self.build.roles}
         self.loads: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
@@ -263,6 +290,12 @@ class Step:
                 proof.lines[at] = f"{role}: the loss, {count} gradients, the norm"
         if any(action == "LOADS" for _, action in self.build.programs):
             self._loads()
+        for program in self.build.programs.values():
+            if program.action == "RESCALE":
+                self._rescale(program)
+        for program in self.build.programs.values():
+            if (program.role, program.action) not in self.read and program.action not in _BEYOND:
+                raise Refused(f"{program.file}: is no part of a step")
         proof.nodes = len(self.table.nodes)
         return proof
 
@@ -270,7 +303,7 @@ class Step:
         """Run what comes before the work of a step."""
         first = next(iter(self.build.roles))
         if (program := self.build.program(first, "COUNT")) is not None:
-            counts = self.run(program, {}).values
+            counts = self._only(program, self.run(program, {}).values, "count", "sum")
             self.shared |= {key: self.over_microbatches(value) for key, value in counts.items()}
         if (program := self.build.program(first, "SCALE")) is not None:
             results = self.run(program, self.shared).values
@@ -286,6 +319,8 @@ class Step:
         for role in self.build.roles:
             program = self.build.programs.get((role, "UNSHARD"))
             self.weights[role] = Returned({}) if program is None else self.run(program, self.shared)
+            if program is not None:
+                self._only(program, self.weights[role].values, "weight")
 
     def _forwards(self) -> dict[int, dict[str, Value]]:
         """Run F of every stage. Return what each saves for its backward."""
@@ -381,7 +416,11 @@ class Step:
             known[role] = {**self.shared, **total}
         expected = self.tensors.times(self.over_microbatches(self.expected["loss"]), self.scales["scale"])
         for role, returned in self._together("LOSS", known).items():
-            self.same(self.build.programs[role, "LOSS"], "loss", returned.values["loss"], expected)
+            program = self.build.programs[role, "LOSS"]
+            value = self._only(program, returned.values, "loss").get("loss")
+            if value is None:
+                raise Refused(f"{program.file}: returns no loss")
+            self.same(program, "loss", value, expected)
 
     def _gradients(self) -> dict[str, int]:
         """Prove the gradients that REDUCE of every role returns, and their norm. Return the number of each role's."""
@@ -457,6 +496,19 @@ class Step:
                     raise Refused(f"{program.file}: `{key}` is not in model.py")
                 self.same(program, key, value, self.tensors.cat(loads, 0))
 
+    def _rescale(self, program: Program) -> None:
+        """Prove that the loss scale of the next step is that of dynamic loss scaling, which is never zero."""
+        state = self.build.manifest.get("state")
+        if not isinstance(state, dict) or not isinstance(state.get("loss_scale"), float) or state["loss_scale"] <= 0:
+            raise Refused("manifest.json begins with no loss scale")
+        norm, *before = (self.tensors.leaf(name, ()) for name in ("grad_norm", *(f"state {s}" for s in _LOSS_SCALE)))
+        values = self._only(program, self.run(program, {"grad_norm": norm}).values, "state")
+        for name in _LOSS_SCALE:
+            expected = self.tensors.pointwise(f"next {name}", [norm, *before])
+            if (value := values.get(f"state {name}")) is None:
+                raise Refused(f"{program.file}: returns no `state {name}`")
+            self.same(program, f"state {name}", value, expected)
+
     def _together(
         self, action: str, known: Mapping[str, Mapping[str, Value]], settle: Mapping[str, Settle] = {}
     ) -> dict[str, Returned]:
@@ -486,7 +538,7 @@ class Step:
             if not running:
                 break
             place = next(iter(waiting.values()))[0]
-            members = [roles[at] for at in sorted(set(place[1])) if 0 <= at < len(roles)]
+            members = [role for at in sorted(set(place[1])) if (role := f"{place[0]}{at}") in roles]
             if (
                 len(members) != len(place[1])
                 or any(member not in waiting or waiting[member][0] != place for member in members)
@@ -498,6 +550,17 @@ class Step:
                 answers[member] = total
                 del waiting[member]
         return results
+
+    def _only(self, program: Program, values: dict[str, Value], *kinds: str) -> dict[str, Value]:
+        """Return what a program returns, which has names of these kinds alone: no other program finds it by another.
+
+        Raises:
+            Refused: it has others.
+        """
+        for key in values:
+            if key.partition(" ")[0] not in kinds:
+                raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
+        return values
 
     # ---- comparison
 
@@ -523,6 +586,12 @@ def _type_of(function: Function, name: str) -> Type:
     for line in function.lines:
         types.update(zip(line.results, line.types, strict=True))
     return types[name]
+
+
+def _place(program: Program, binding: str) -> str:
+    """Return a name for what programs hand to each other: what is saved belongs to a stage."""
+    kind, _, name = binding.partition(" ")
+    return f"{program.role} {binding}" if kind == "saved" else f"sent {name}" if kind == "received" else binding
 
 
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:

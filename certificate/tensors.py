@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from .letters import Affine, Instead, Letter, Number, Read, reduced, substitute
+from .letters import Affine, Instead, Letter, Number, Read, length_of, reduced, substitute
 from .meaning import Divide, DivideAxis, Table, Value
 from .text import Atom, Dim, Mesh, Refused, Type
 
@@ -45,6 +45,8 @@ class Tensors:
     def __init__(self, table: Table, mesh: Mesh) -> None:
         self.table, self.mesh = table, mesh
         self.constant = table.constant
+        self._reversed = False
+        """True where some value counts ranks in reverse in every second part."""
 
     def leaf(self, name: str, shape: Sequence[int], args: Hashable = (), sizes: Sequence[int] | None = None) -> Value:
         """Return a tensor that nothing is known of but its name, or the first entries of one with other sizes."""
@@ -121,6 +123,7 @@ class Tensors:
         """Return the product of values, summed over the labels that the result lacks. ``None`` in the result is a dim
         of size 1."""
         reads, letters, sizes = self.bind(values, labels)
+        self._demand_order(reads, sizes)
         kept = {name for name in result if name is not None}
         summed = [letter for name, own in letters.items() if name not in kept for letter in own]
         dims = [letters.get(name, ()) if name is not None else () for name in result]
@@ -131,12 +134,14 @@ class Tensors:
     def pointwise(self, op: str, values: Sequence[Value], args: Hashable = ()) -> Value:
         """Return an opaque function of the values' entries at each place, after broadcasting."""
         reads, dims, sizes = self._broadcast(values)
+        self._demand_order(reads, sizes, ())
         node, maps, _ = self.table.make(op, args, reads, sizes)
         return self.table.value(Read(1, node, maps), dims, sizes)
 
     def times(self, *values: Value, by: Number = 1) -> Value:
         """Return the product of values after broadcasting."""
         reads, dims, sizes = self._broadcast(values)
+        self._demand_order(reads, sizes)
         return self.settled(reads, dims, sizes, lambda reads, sizes: self.table.product(by, reads, sizes))
 
     def plus(self, *values: Value, by: Sequence[Number] = ()) -> Value:
@@ -176,6 +181,7 @@ class Tensors:
         """Return the sum of the squares of all entries. It is a node of its own, as nothing else is known of the square
         of a gradient's parts."""
         read, dims, sizes = self.table.letters(value)
+        self._demand_order([read], sizes, ())
         return self.table.value(self.table.squares(read, sizes, [letter for dim in dims for letter in dim]), [], {})
 
     def largest(self, value: Value, dims: Sequence[int], keep: bool, axes: Sequence[str] = ()) -> Value:
@@ -183,8 +189,9 @@ class Tensors:
         gone = {dim % len(value.dims) for dim in dims}
         read, letters, sizes = self.table.letters(value)
         inner = [letter for dim in gone for letter in letters[dim]]
+        self._demand_order([read], sizes, inner)
         used = {letter for _, terms in read.maps for letter, _ in terms}
-        inner = [letter for letter in (*inner, *(name for _, name in self.ranks(axes))) if letter in used]
+        inner = [letter for letter in (*inner, *self._ranks_in(value, axes)) if letter in used]
         if inner:
             node, maps, _ = self.table.make("largest", (), [read], sizes, inner)
             read = Read(1, node, maps)
@@ -351,6 +358,7 @@ class Tensors:
         reads, letters, sizes = self.bind(values, labels)
         lengths = tuple(math.prod(sizes[letter] for letter in letters[name]) for name in looked)
         inner = [letter for name in looked for letter in letters[name]]
+        self._demand_order(reads, sizes, inner)
         own: list[Letter] = []
         dims: list[Sequence[Letter]] = []
         for name in result:
@@ -378,11 +386,86 @@ class Tensors:
                 reads, dims, sizes = self.divided(request, reads, dims, sizes)
         return True
 
+    # ---- ranks that count in reverse: which place ``~cp`` is depends on the part of a dim that it stands in
+
+    def _parts_of(self, read: Read, sizes: Mapping[Letter, int]) -> dict[Letter, Letter | None]:
+        """Return, for each letter of ranks that count in reverse in every second part, the letter of the parts; None
+        where the read does not have it just above, as after a sum over parts, or one of them alone."""
+        parts: dict[Letter, Letter | None] = {}
+        for offset, terms in read.maps:
+            turned = [letter for letter, _ in terms if isinstance(letter, str) and letter[0] == "~"]
+            if not turned:
+                continue
+            strides = dict(terms)
+            low = min(strides[letter] for letter in turned)
+            whole = low * math.prod(self.table.mesh[letter[1:]] for letter in turned)
+            above = [letter for letter, stride in terms if stride == whole]
+            inside = [(letter, stride) for letter, stride in terms if stride < low]
+            known = (
+                len(above) == 1
+                and not isinstance(above[0], str)
+                and sizes[above[0]] % 2 == 0
+                and offset % (2 * whole) == 0
+                and all(letter in turned or low > stride > 0 or stride % (2 * whole) == 0
+                        for letter, stride in terms if letter != above[0])
+                and sum(stride * (length_of(letter, sizes, self.table.mesh) - 1) for letter, stride in inside) < low
+            )  # fmt: skip
+            for letter in turned:
+                part = above[0] if known else None
+                parts[letter] = part if parts.get(letter, part) == part else None
+        return parts
+
+    def _demand_order(
+        self, reads: Sequence[Read], sizes: Mapping[Letter, int], looked: Collection[Letter] | None = None
+    ) -> None:
+        """Refuse operands that count ranks in reverse in different parts. What is linear in one of them may sum over
+        the parts; ``looked`` are the letters along which another function looks.
+
+        Raises:
+            Refused: they do.
+        """
+        if not self._reversed:
+            return
+        every = [self._parts_of(read, sizes) for read in reads]
+        for letter in {letter for parts in every for letter in parts}:
+            parts = [each[letter] for each in every if letter in each]
+            unknown = parts[0] is None or len(set(parts)) > 1 or (looked and parts[0] in looked)
+            if unknown and (len(parts) > 1 or looked is not None):
+                raise Refused(f"reads parts along `{letter}`, of which every second one is in reverse, together")
+
+    def _demand_ranks(
+        self, read: Read, sizes: Mapping[Letter, int], ranks: Sequence[tuple[int, str]], outer: Sequence[Letter]
+    ) -> None:
+        """Refuse to place what ranks have by another order of the ranks than it has.
+
+        Raises:
+            Refused: it counts ranks in reverse and the collective does not, or in other parts.
+        """
+        parts = self._parts_of(read, sizes)
+        used = {letter for _, terms in read.maps for letter, _ in terms}
+        for _, name in ranks:
+            other = name[1:] if name[0] == "~" else f"~{name}"
+            if other in used or (name in parts and (not outer or parts[name] != outer[-1])):
+                raise Refused(f"places parts along `{name}` in another order than they have")
+
+    def _ranks_in(self, value: Value, axes: Sequence[str]) -> list[str]:
+        """Return the letters of some axes' ranks, as a value has them.
+
+        Raises:
+            Refused: it counts them in both ways.
+        """
+        used = value.letters
+        names = [name for _, name in self.ranks(axes)]
+        if both := [name for name in names if {name, f"~{name}"} <= used]:
+            raise Refused(f"counts the ranks of `{both[0]}` in two ways")
+        return [f"~{name}" if f"~{name}" in used else name for name in names]
+
     # ---- ranks
 
     def ranks(self, axes: Sequence[str]) -> list[tuple[int, str]]:
         """Return the sizes and letters of the ranks of some axes, major first. Those of ``~cp`` count in reverse within
         every second part."""
+        self._reversed = self._reversed or any(axis.startswith("~") for axis in axes)
         return [
             (size, "~" * axis.startswith("~") + name)
             for axis in axes
@@ -505,6 +588,7 @@ class Tensors:
         outer = abs(outer)
         value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
         read, dims, sizes = self.table.letters(value)
+        self._demand_ranks(read, sizes, ranks, dims[dim])
         index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
         for size, name in ranks:
             sizes["rank", name] = size
@@ -532,6 +616,7 @@ class Tensors:
         outer = abs(outer)
         value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
         read, dims, sizes = self.table.letters(value)
+        self._demand_ranks(read, sizes, ranks, dims[dim])
         marks = []
         for size, name in ranks:
             sizes["rank", name] = size
@@ -542,8 +627,7 @@ class Tensors:
     def over(self, value: Value, axes: Sequence[str]) -> Value:
         """Return the sum of a value over the ranks of some axes."""
         read, dims, sizes = self.table.letters(value)
-        used = value.letters
-        summed = [f"~{name}" if f"~{name}" in used else name for _, name in self.ranks(axes)]
+        summed = self._ranks_in(value, axes)
         return self.settled([read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
 
 

@@ -339,6 +339,8 @@ def read_type(text: str, mesh: Mesh) -> Type:
                     if rest % ranks:
                         raise ValueError(f"`{text}` splits {rest} over `{axis}`")
                     rest //= ranks
+                    if axis.startswith("~") and not (atoms and (atoms[-1].axis[:1] == "~" or _is_even(atoms[-1]))):
+                        raise ValueError(f"`{text}` has no pairs of parts of which `{axis}` counts one in reverse")
                     atoms.append(Atom(ranks, axis))
                 atoms.append(Atom(rest, ""))
             stretches.append(tuple(atom for atom in atoms if atom.size != 1 or len(atoms) == 1))
@@ -346,6 +348,10 @@ def read_type(text: str, mesh: Mesh) -> Type:
     partial = tuple(axis for word in match[3].split() for axis in mesh.parts(word[1:]))
     packed = (int(match[4]), int(match[5])) if match[4] else None
     return Type(match[1], tuple(dims), partial, packed)
+
+
+def _is_even(atom: Atom) -> bool:
+    return not atom.axis and atom.size % 2 == 0
 
 
 _TOKEN = re.compile(

@@ -12,12 +12,14 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -356,8 +358,8 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
         for other in other_numbers(arg):
             edits = _everywhere(
                 texts,
-                lambda row: row.op == op and arg in row.args,  # noqa: B023
-                lambda row: row._replace(args=tuple(other if each == arg else each for each in row.args)),  # noqa: B023
+                partial(_reads, arg=arg, op=op),
+                partial(_with_argument, arg=arg, other=other),
             )
             yield Mutant("number, alike", f"{op}: {arg} -> {other}", edits)
     values = {arg for _, arg in words if "." in arg}
@@ -365,21 +367,16 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
         for other in other_numbers(arg):
             edits = _everywhere(
                 texts,
-                lambda row: arg in row.args,  # noqa: B023
-                lambda row: row._replace(args=tuple(other if each == arg else each for each in row.args)),  # noqa: B023
+                partial(_reads, arg=arg),
+                partial(_with_argument, arg=arg, other=other),
             )
             yield Mutant("number, alike", f"{arg} -> {other}", edits)
     for like in LikeRows:
         for one in like:
             for other in like:
-                pair = {
-                    one: other,
-                    one.replace(".", "_backward.", 2).replace("aten_backward.", "aten."): other.replace(
-                        ".", "_backward.", 2
-                    ).replace("aten_backward.", "aten."),
-                }
+                pair = {one: other, _backward(one): _backward(other)}
                 if one != other and any(row.op == one for row in rows):
-                    edits = _everywhere(texts, lambda row: row.op in pair, lambda row: row._replace(op=pair[row.op]))  # noqa: B023
+                    edits = _everywhere(texts, partial(_is_one_of, ops=pair), partial(_with_operator, ops=pair))
                     yield Mutant("operator, alike", f"{one} -> {other}", edits)
     for op in sorted(
         {row.op for row in rows if row.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_gather")}
@@ -387,10 +384,8 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
         for axis in AXES:
             edits = _everywhere(
                 texts,
-                lambda row: row.op == op and f"'{axis}'" in row.args,  # noqa: B023
-                lambda row: row._replace(
-                    op="parc.wait" if "message" in row.args[-1] else "aten.alias.default", args=row.args[:1]
-                ),
+                partial(_reads, arg=f"'{axis}'", op=op),
+                lambda row: row._replace(op="aten.alias.default", args=row.args[:1]),
             )
             yield Mutant("collective dropped, alike", f"{op} over {axis}", edits)
     bindings = sorted({m[1] for f in programs(texts) for m in re.finditer(r"# (parameter [\w.]+)", texts[f])})
@@ -408,6 +403,28 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
         for other in draw.sample(many := list(other_types(type_, AXES, draw)), min(2, len(many))):
             edits = {f: new for f in programs(texts) if (new := _retyped(texts[f], type_, other)) != texts[f]}
             yield Mutant("type, alike", f"{type_} -> {other}", edits)
+
+
+def _reads(row: Row, arg: str, op: str = "") -> bool:
+    return arg in row.args and op in ("", row.op)
+
+
+def _with_argument(row: Row, arg: str, other: str) -> Row:
+    return row._replace(args=tuple(other if each == arg else each for each in row.args))
+
+
+def _is_one_of(row: Row, ops: Mapping[str, str]) -> bool:
+    return row.op in ops
+
+
+def _with_operator(row: Row, ops: Mapping[str, str]) -> Row:
+    return row._replace(op=ops[row.op])
+
+
+def _backward(op: str) -> str:
+    """Return the operator of gradients: ``aten.silu_backward.default``."""
+    space, name, overload = (*op.split("."), "default")[:3]
+    return f"{space}.{name}_backward.{overload}"
 
 
 def _retyped(text: str, type_: str, other: str) -> str:
@@ -519,6 +536,14 @@ def texts_of(compiled: Compiled) -> dict[str, str]:
     return {**files_of(compiled), "manifest.json": json.dumps(manifest_of(compiled))}
 
 
+_MOST_SECONDS = 30
+"""The seconds after which a checker that has not answered is at fault."""
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError("does not end")
+
+
 class Folder:
     """A build in files, of which mutants replace some."""
 
@@ -540,11 +565,13 @@ class Folder:
             Exception: it does neither.
         """
         self.write(edits)
+        signal.alarm(_MOST_SECONDS)
         try:
             certify(self.path)
         except Refused as error:
             return str(error) or "refused"
         finally:
+            signal.alarm(0)
             self.write({name: self.texts[name] for name in edits})
         return ""
 
@@ -572,13 +599,13 @@ def numbers(compiled: Compiled, texts: Texts) -> str:
 
 @dataclass
 class Count:
-    """The mutants of a kind, by what became of them."""
+    """The mutants of a kind, and what became of them."""
 
     mutants: int = 0
     accepted: list[str] = field(default_factory=list)
-    """The accepted ones that compute the same."""
+    """Those that are accepted and compute the same."""
     idle: list[str] = field(default_factory=list)
-    """The ones that are accepted and do not run."""
+    """Those that are accepted and do not run."""
     holes: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
 
@@ -627,6 +654,11 @@ def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[s
             count.idle.append(f"{what}: {differs}")
 
 
+def _line(kind: str, row: Mapping[str, int]) -> str:
+    widths = {"mutants": 9, "accepted": 10, "not run": 9, "crashes": 9, "holes": 7}
+    return f"{kind:<28}" + "".join(f"{row[name]:>{width}}" for name, width in widths.items())
+
+
 def table(counts: Mapping[str, Count]) -> str:
     """Return the table of all kinds, and what was accepted."""
     head = f"{'kind':<28}{'mutants':>9}{'accepted':>10}{'not run':>9}{'crashes':>9}{'holes':>7}"
@@ -635,13 +667,8 @@ def table(counts: Mapping[str, Count]) -> str:
         row = {"mutants": c.mutants, "accepted": len(c.accepted), "not run": len(c.idle), "crashes": len(c.crashes),
                "holes": len(c.holes)}  # fmt: skip
         total.update(row)
-        lines.append(
-            f"{kind:<28}{row['mutants']:>9}{row['accepted']:>10}{row['not run']:>9}{row['crashes']:>9}{row['holes']:>7}"
-        )
-    lines.append(
-        f"{'all':<28}{total['mutants']:>9}{total['accepted']:>10}{total['not run']:>9}{total['crashes']:>9}"
-        f"{total['holes']:>7}"
-    )
+        lines.append(_line(kind, row))
+    lines.append(_line("all", total))
     for word in ("accepted", "idle", "crashes", "holes"):
         lines += [f"{word}: {kind}: {what}" for kind, c in sorted(counts.items()) for what in getattr(c, word)]
     return "\n".join(lines)
@@ -656,6 +683,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
+    signal.signal(signal.SIGALRM, _too_long)
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names or BUILDS[: args.builds]:
             compiled: Any = compiled_plan(name) if name in PLANS else good(name).compiled

@@ -1,0 +1,392 @@
+"""The normal form beside numbers: random programs of all ranks, line by line, and random sums of products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from certificate.letters import Affine, Letter, Read
+from certificate.meaning import DivideAxis, Table, Value
+from certificate.tensors import Tensors
+from certificate.text import Mesh, Refused, read_type
+
+# ---- numbers of meanings
+
+OPS: Mapping[str, Callable[..., Tensor]] = {
+    "sin": torch.sin, "cos": torch.cos, "power": lambda x, y: x * x + 2 * y, "inverse": lambda x: 1 / x,
+}  # fmt: skip
+"""Functions of entries, as the table knows them by their names alone."""
+
+
+class Numbers:
+    """The numbers of a table's nodes, for numbers of its leaves."""
+
+    def __init__(self, table: Table, leaves: Mapping[str, Tensor]) -> None:
+        self.table, self.leaves = table, leaves
+        self._known: dict[int, Tensor] = {}
+
+    def at(self, read: Read, places: Mapping[Letter, Tensor]) -> Tensor:
+        """Return the numbers of a read, for a place of each of its letters."""
+        index = [self._index(each, places) for each in read.maps]
+        node = self.table.nodes[read.node]
+        coefficient = float(read.coefficient)
+        if node.op == "one":
+            return torch.tensor(coefficient, dtype=torch.float64)
+        if read.node == self.table.delta:
+            return coefficient * (index[0] == index[1]).double()
+        whole = self.of(read.node)
+        for place, size in zip(index, whole.shape, strict=True):
+            assert bool(((place >= 0) & (place < size)).all()), "is read outside of its loops"
+        return coefficient * (whole[tuple(index)] if index else whole)
+
+    def _index(self, index: Affine, places: Mapping[Letter, Tensor]) -> Tensor:
+        total = torch.tensor(index[0])
+        for letter, stride in index[1]:
+            total = total + stride * places[letter]
+        return total
+
+    def of(self, at: int) -> Tensor:
+        """Return all numbers of a node."""
+        known = self._known.get(at)
+        if known is None:
+            node = self.table.nodes[at]
+            if node.op in self.leaves:
+                return self.leaves[node.op]
+            sizes = (*node.sizes, *node.inner)
+            places = dict(enumerate(grid(sizes)))
+            each = [self.at(read, places).expand(sizes) for read in node.reads]
+            known = self._known[at] = self._computed(node, each)
+        return known
+
+    def _computed(self, node: Any, each: Sequence[Tensor]) -> Tensor:
+        inner = tuple(range(len(node.sizes), len(node.sizes) + len(node.inner)))
+        if node.op in ("product", "squares"):
+            result = torch.stack(list(each)).prod(0) if node.op == "product" else each[0] ** 2
+            return result.sum(inner) if inner else result
+        if node.op == "sum":
+            return torch.stack(list(each)).sum(0)
+        if node.op == "largest":
+            return each[0].amax(inner)
+        if node.op == "flat":  # its own loop counts what it looks along, which may be several letters
+            return each[0][0].flatten(-len(inner)).movedim(-1, 0)
+        return OPS[node.op](*each)
+
+    def of_rank(self, tensors: Tensors, value: Value, ranks: Mapping[str, int]) -> Tensor | None:
+        """Return a rank's numbers of a value; None where the value is known in sums over all ranks alone."""
+        read, dims, sizes = self.table.letters(value)
+        order = [letter for dim in dims for letter in dim]
+        places: dict[Letter, Tensor] = dict(zip(order, grid([sizes[letter] for letter in order]), strict=True))
+        for letter, part in tensors._parts_of(read, sizes).items():
+            if part is None:
+                return None
+            count = self.table.mesh[letter[1:]]
+            turned = places[part] % 2 == 1
+            places[letter] = torch.where(turned, count - 1 - ranks[letter[1:]], torch.tensor(ranks[letter[1:]]))
+        places |= {name: torch.tensor(at) for name, at in ranks.items()}
+        return self.at(read, places).expand([sizes[letter] for letter in order]).reshape(value.shape)
+
+
+def grid(sizes: Sequence[int]) -> list[Tensor]:
+    """Return the numbers of places along each of some dims, which broadcast to all of them."""
+    rank = len(sizes)
+    return [
+        torch.arange(size).reshape([-1 if at == dim else 1 for at in range(rank)]) for dim, size in enumerate(sizes)
+    ]
+
+
+# ---- random programs of all ranks
+
+MESH = Mesh((("tp", 2), ("cp", 3)), ())
+RANKS = [{"tp": tp, "cp": cp} for tp in range(2) for cp in range(3)]
+Local = list[Tensor]
+"""A value's numbers on every rank."""
+
+
+class Programs:
+    """Values of random programs: their meanings, and their numbers on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = Random(seed)
+        self.table = Table(dict(MESH.sizes))
+        self.tensors = Tensors(self.table, MESH)
+        self.leaves: dict[str, Tensor] = {}
+        self.numbers = Numbers(self.table, self.leaves)
+        self.values: list[tuple[Value, Local]] = []
+        self.steps = 0
+        generator = torch.Generator().manual_seed(seed)
+        for name in "abc":
+            text = self.draw.choice(TYPES)
+            type_ = read_type(text, MESH)
+            whole = torch.randint(-3, 4, type_.shape, generator=generator).double() / 2
+            self.leaves[name] = whole
+            value = self.tensors.piece(self.table.leaf(name, type_.shape), type_)
+            self.keep(value, [self.cut(whole, type_, ranks) for ranks in RANKS])
+
+    def cut(self, whole: Tensor, type_: Any, ranks: Mapping[str, int]) -> Tensor:
+        """Return a rank's piece of a tensor."""
+        for dim, stretches in enumerate(type_.dims):
+            kept, start = [], 0
+            for stretch in stretches:
+                numbers, after = torch.zeros(1, dtype=torch.long), 0
+                for atom in stretch:
+                    if not atom.axis:
+                        place = torch.arange(atom.size).expand(len(numbers), -1)
+                        after = atom.size
+                    else:
+                        at = ranks[atom.axis.lstrip("~")]
+                        turned = atom.axis[0] == "~" and (numbers % 2 == 1)
+                        place = torch.where(torch.as_tensor(turned), atom.size - 1 - at, at).expand(len(numbers))[
+                            :, None
+                        ]
+                    numbers = (numbers[:, None] * atom.size + place).reshape(-1)
+                kept.append(numbers + start)
+                start += math.prod(atom.size for atom in stretch)
+                assert after >= 0
+            whole = whole.index_select(dim, torch.cat(kept))
+        return whole
+
+    def keep(self, value: Value, local: Local) -> None:
+        """Compare a value with its numbers on every rank, and keep it."""
+        for ranks, have in zip(RANKS, local, strict=True):
+            assert value.shape == tuple(have.shape)
+            expected = self.numbers.of_rank(self.tensors, value, ranks)
+            assert expected is None or torch.allclose(expected, have), (value, ranks, expected, have)
+        if all(float(have.abs().max()) < 1e4 for have in local):
+            self.values.append((value, local))
+        self.steps += 1
+
+    def step(self) -> None:
+        """Do a random line, unless the checker refuses it."""
+        name = self.draw.choice(list(LINES))
+        picked = [self.draw.choice(self.values) for _ in range(2)]
+        before = len(self.table.nodes)
+        try:
+            found = LINES[name](self, *picked)
+        except (Refused, DivideAxis, RecursionError):  # the last is refused in words where a build is read
+            return
+        assert before <= len(self.table.nodes)
+        if found is not None:
+            self.keep(*found)
+
+    # each line returns the meaning and the numbers
+
+    def pointwise(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        op = self.draw.choice(["sin", "cos", "power"])
+        args = (x, y) if op == "power" else (x,)
+        if op == "power" and not fits(x[0], y[0]):
+            return None
+        value = self.tensors.pointwise(op, [each[0] for each in args])
+        return value, [OPS[op](*each) for each in zip(*(each[1] for each in args), strict=True)]
+
+    def arithmetic(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        if not fits(x[0], y[0]):
+            return None
+        if self.draw.random() < 0.5:
+            by = self.draw.choice([1, -1, 2])
+            return self.tensors.plus(x[0], y[0], by=(1, by)), [a + by * b for a, b in zip(x[1], y[1], strict=True)]
+        return self.tensors.times(x[0], y[0]), [a * b for a, b in zip(x[1], y[1], strict=True)]
+
+    def contract(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        if len(x[0].dims) != 2 or len(y[0].dims) != 2:
+            return None
+        rows, other = self.draw.choice([("mk", "kn"), ("mk", "nk"), ("km", "kn"), ("mk", "mn"), ("mk", "mk")])
+        sizes = [*zip(rows, x[0].shape, strict=True), *zip(other, y[0].shape, strict=True)]
+        if len({*sizes}) != len({letter for letter, _ in sizes}):
+            return None
+        result = "".join(self.draw.sample(sorted({*rows, *other}), self.draw.randrange(0, 3)))
+        value = self.tensors.product([x[0], y[0]], [rows, other], result)
+        return value, [torch.einsum(f"{rows},{other}->{result}", a, b) for a, b in zip(x[1], y[1], strict=True)]
+
+    def network(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        """Return a sum of products of three or four values, over random letters that their sizes allow."""
+        values = [x, y, *(self.draw.choice(self.values) for _ in range(self.draw.randrange(1, 3)))]
+        names: dict[str, int] = {}
+        rows = []
+        for value, _ in values:
+            row = ""
+            for size in value.shape:
+                known = [name for name, other in names.items() if other == size and name not in row]
+                if not known or self.draw.random() < 0.2:
+                    known = ["abcdefgh"[len(names)]] if len(names) < 8 else []
+                if not known:
+                    return None
+                row += self.draw.choice(known)
+                names[row[-1]] = size
+            rows.append(row)
+        result = "".join(self.draw.sample(sorted(names), min(len(names), self.draw.randrange(0, 3))))
+        if math.prod(names.values()) > 20_000:
+            return None
+        value = self.tensors.product([each for each, _ in values], rows, result)
+        locals_ = zip(*(each for _, each in values), strict=True)
+        return value, [torch.einsum(f"{','.join(rows)}->{result}", *each) for each in locals_]
+
+    def reduce(self, x: tuple[Value, Local], _: Any) -> tuple[Value, Local] | None:
+        if not x[0].dims:
+            return None
+        dim, keep = self.draw.randrange(len(x[0].dims)), self.draw.random() < 0.5
+        if self.draw.random() < 0.6:
+            return self.tensors.total(x[0], [dim], keep), [a.sum(dim, keep) for a in x[1]]
+        if self.draw.random() < 0.6:
+            return self.tensors.largest(x[0], [dim], keep), [a.amax(dim, keep) for a in x[1]]
+        return self.tensors.squares(x[0]), [a.square().sum() for a in x[1]]
+
+    def views(self, x: tuple[Value, Local], _: Any) -> tuple[Value, Local] | None:
+        value, local = x
+        kind, rank = self.draw.choice(["reshape", "transpose", "expand", "unsqueeze"]), len(value.dims)
+        if kind == "unsqueeze":
+            dim = self.draw.randrange(rank + 1)
+            return self.tensors.unsqueeze(value, dim), [a.unsqueeze(dim) for a in local]
+        if kind == "expand":
+            shape = [2 if size == 1 else size for size in value.shape]
+            return self.tensors.expand(value, shape), [a.expand(shape) for a in local]
+        if rank < 2:
+            return None
+        if kind == "transpose":
+            return self.tensors.transpose(value, 0, 1), [a.transpose(0, 1) for a in local]
+        wanted = self.draw.choice([[-1], [value.shape[0] * value.shape[1], -1], [2, -1], [-1, 2], [-1, 3]])
+        shape = [size if size > 0 else math.prod(value.shape) // -math.prod(wanted) for size in wanted]
+        if math.prod(shape) != math.prod(value.shape):
+            return None
+        return self.tensors.reshape(value, shape), [a.reshape(shape) for a in local]
+
+    def cuts(self, x: tuple[Value, Local], y: tuple[Value, Local]) -> tuple[Value, Local] | None:
+        value, local = x
+        if not value.dims:
+            return None
+        dim, kind = self.draw.randrange(len(value.dims)), self.draw.choice(["part", "select", "place", "cat"])
+        size = value.shape[dim]
+        start, step = self.draw.randrange(size), self.draw.choice([1, 1, 2])
+        if kind == "part":
+            count = self.draw.randrange(1, (size - 1 - start) // step + 2)
+            part = slice(start, start + (count - 1) * step + 1, step)
+            return self.tensors.part(value, dim, start, count, step), [a[(slice(None),) * dim + (part,)] for a in local]
+        if kind == "select":
+            return self.tensors.select(value, dim, start), [a.select(dim, start) for a in local]
+        if kind == "place":
+            whole = start + (size - 1) * step + 1 + self.draw.randrange(2)
+            zeros = [a.new_zeros(*a.shape[:dim], whole, *a.shape[dim + 1 :]) for a in local]
+            for a, z in zip(local, zeros, strict=True):
+                z[(slice(None),) * dim + (slice(start, start + (size - 1) * step + 1, step),)] = a
+            return self.tensors.place(value, dim, start, whole, step), zeros
+        other = [
+            each
+            for each in self.values
+            if len(each[0].dims) == len(value.dims)
+            and all(at == dim or a == b for at, (a, b) in enumerate(zip(each[0].shape, value.shape, strict=True)))
+        ]
+        y = self.draw.choice(other)
+        if size + y[0].shape[dim] > 14:
+            return None
+        return self.tensors.cat([value, y[0]], dim), [torch.cat([a, b], dim) for a, b in zip(local, y[1], strict=True)]
+
+    def sums(self, x: tuple[Value, Local], _: Any) -> tuple[Value, Local]:
+        axes = self.draw.choice([["tp"], ["cp"], ["tp", "cp"]])
+        total = [sum(a for a, _ in group(x[1], ranks, axes)) for ranks in RANKS]
+        return self.tensors.over(x[0], axes), total  # type: ignore[return-value]
+
+    def moves(self, x: tuple[Value, Local], _: Any) -> tuple[Value, Local] | None:
+        value, local = x
+        if not value.dims:
+            return None
+        dim, axes, outer = self.draw.randrange(len(value.dims)), self.draw.choice([["tp"], ["cp"]]), 1
+        if self.draw.random() < 0.6:
+            outer, axes = self.draw.choice([2, -2, -2, -2]), ["cp"]
+        kind, count = self.draw.choice(["gather", "own", "pad"]), dict(MESH.sizes)[axes[0]]
+        size = value.shape[dim]
+        if (
+            size % abs(outer)
+            or (kind == "own" and size % (abs(outer) * count))
+            or (kind != "own" and size * count > 24)
+        ):
+            return None
+        if kind == "own":
+            parts = [[own(a, dim, outer, count, at[axes[0]])] for a, at in zip(local, RANKS, strict=True)]
+            return self.tensors.own(value, axes, dim, outer), [part for (part,) in parts]
+        result = []
+        for ranks, a in zip(RANKS, local, strict=True):
+            wide = a.new_zeros(*a.shape[:dim], size * count, *a.shape[dim + 1 :])
+            for piece, at in group(local, ranks, axes) if kind == "gather" else [(a, ranks)]:
+                index = torch.arange(size * count).reshape(abs(outer), count, -1)
+                rows = [
+                    index[o, count - 1 - at[axes[0]] if outer < 0 and o % 2 else at[axes[0]]] for o in range(abs(outer))
+                ]
+                wide.index_copy_(dim, torch.cat(rows), piece)
+            result.append(wide)
+        change = self.tensors.gathered if kind == "gather" else self.tensors.padded
+        return change(value, axes, dim, outer), result
+
+
+def group(local: Local, ranks: Mapping[str, int], axes: Sequence[str]) -> list[tuple[Tensor, Mapping[str, int]]]:
+    """Return the numbers of all ranks that differ along some axes alone, with these ranks."""
+    return [(a, at) for a, at in zip(local, RANKS, strict=True)
+            if all(at[axis] == ranks[axis] for axis in at if axis not in axes)]  # fmt: skip
+
+
+def own(a: Tensor, dim: int, outer: int, count: int, rank: int) -> Tensor:
+    """Return a rank's share of each part of a dim."""
+    index = torch.arange(a.shape[dim]).reshape(abs(outer), count, -1)
+    rows = [index[at, count - 1 - rank if outer < 0 and at % 2 else rank] for at in range(abs(outer))]
+    return a.index_select(dim, torch.cat(rows))
+
+
+def fits(x: Value, y: Value) -> bool:
+    """Return whether two values broadcast."""
+    return all(a == b or 1 in (a, b) for a, b in zip(x.shape[::-1], y.shape[::-1], strict=False))
+
+
+LINES = {
+    "pointwise": Programs.pointwise, "arithmetic": Programs.arithmetic, "times": Programs.arithmetic,
+    "contract": Programs.contract, "network": Programs.network, "reduce": Programs.reduce,
+    "views": Programs.views, "cuts": Programs.cuts, "sums": Programs.sums,
+    "moves": Programs.moves, "moves again": Programs.moves,
+}  # fmt: skip
+TYPES = (
+    "f32[6/cp, 4]", "f32[4/tp, 6]", "f32[(2 6/~cp), 4]", "f32[(2 6/~cp), 2]", "f32[4, (2 6/~cp)]", "f32[12/tp/cp, 2]",
+    "f32[(2 4/tp), 3]", "f32[4, 6]", "f32[(2/tp + 4/tp), 4]", "f32[12/cp]", "f32[(2 6/~cp)]", "f32[(2 2/tp 3/cp), 2]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_rank_has_the_numbers_that_a_meaning_has_there(part: int) -> None:
+    steps = 0
+    for seed in range(part * 60, part * 60 + 60):
+        programs = Programs(seed)
+        for _ in range(25):
+            programs.step()
+        steps += programs.steps
+    assert steps > 500
+
+
+def piece(t: Tensors, name: str, text: str) -> Value:
+    type_ = read_type(text, MESH)
+    return t.piece(t.table.leaf(name, type_.shape), type_)
+
+
+def test_ranks_that_count_in_reverse_are_not_gathered_in_another_order() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    x = piece(t, "x", "f32[(2 6/~cp)]")
+    assert t.gathered(x, ["cp"], 0, -2) == piece(t, "x", "f32[12]")
+    with pytest.raises(Refused, match="in another order"):
+        t.gathered(x, ["cp"], 0, 2)
+    with pytest.raises(Refused, match="in reverse"):  # rank 0 has the first part of six, and the last
+        t.times(t.part(x, 0, 0, 2), t.part(x, 0, 2, 2))
+
+
+def test_a_rank_puts_its_own_piece_among_zeros() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    wide = t.padded(piece(t, "x", "f32[6/cp]"), ["cp"], 0, 1)
+    assert t.over(wide, ["cp"]) == piece(t, "x", "f32[6]")
+
+
+def test_entries_in_another_order_are_another_operand() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    x = t.reshape(piece(t, "x", "f32[4]"), (2, 2))
+    within = t.reshape(t.expand(t.reshape(x, (2, 1, 2)), (2, 2, 2)), (8,))
+    around = t.reshape(t.expand(t.reshape(x, (1, 2, 2)), (2, 2, 2)), (8,))
+    assert t.flat(within, 0) != t.flat(around, 0)
