@@ -113,6 +113,10 @@ class DivideAxis(Exception):
         self.axis, self.sizes = axis, sizes
 
 
+def _letters(read: Read) -> set[Letter]:
+    return {letter for _, terms in read.maps for letter, _ in terms}
+
+
 def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
@@ -134,6 +138,8 @@ class Table:
         self.names: dict[int, int] = {}
         self._parts: dict[Hashable, Read] = {}
         self._compared: dict[int, frozenset[int]] = {}
+        self._wholes: dict[int, tuple[int, Maps]] = {}
+        """The node of which a node is a part, and where: by the loops of the part."""
         self.one = self._add(Node("one", (), (), (), ()))
         self.zero = Value(0, self.one, (), ())
         self.tops: dict[int, int] = {}
@@ -212,7 +218,7 @@ class Table:
         reads: Sequence[Read],
         sizes: Mapping[Letter, int],
         summed: Iterable[Letter] = (),
-        closed: int | None = None,
+        closed: Collection[int] = (),
     ) -> Read:
         """Return a product of reads, summed over some letters, in normal form. The places in a ``closed`` node are as
         simple as they get."""
@@ -231,10 +237,14 @@ class Table:
             return Read(0, self.one, ())
         for at, read in enumerate(factors):
             node = self.nodes[read.node]
-            if node.op in ("sum", "product") and read.node != closed and self.touches(read, summed, sizes):
+            if node.op not in ("sum", "product") or read.node in closed:
+                continue
+            if (len(factors) > 1 and self._is_piece(read.node)) or self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
+                if node.op == "sum" and (whole := self._rejoined(factors, at, summed, sizes)) is not None:
+                    return self.product(coefficient, *whole)
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
                     return self.sum([self.product(coefficient, [*rest, term], sizes, summed) for term in terms], sizes)
@@ -246,7 +256,7 @@ class Table:
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-        letters = [{letter for _, terms in read.maps for letter, _ in terms} for read in factors]
+        letters = [_letters(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
                 coefficient *= length_of(letter, sizes, self.mesh)
@@ -321,12 +331,23 @@ class Table:
                     for factor, used in zip(factors, letters, strict=True)
                 ]
                 return self.product(1, summed, sizes, over - alone)
+            rest = [factor for factor in factors if factor.node != self.delta]
+            placed = {
+                letter
+                for factor, used in zip(factors, letters, strict=True)
+                if factor.node == self.delta
+                for letter in used
+            }
+            if placed and rest and over - placed:
+                first = self.product(1, rest, sizes, over - placed)
+                closed = {first.node, *(read.node for read in self.nodes[first.node].reads)}
+                return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
             nest = nested(letters, over)
             if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
-                return self.product(1, [first, *rest], sizes, over - inside, first.node)
+                return self.product(1, [first, *rest], sizes, over - inside, (first.node,))
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
 
@@ -362,7 +383,7 @@ class Table:
         total: dict[tuple[int, Maps], Number] = {}
         stack = list(terms)
         while stack:
-            read = stack.pop()
+            read = self.part(stack.pop(), sizes)
             node = self.nodes[read.node]
             if node.op == "sum":
                 index = dict(enumerate(read.maps))
@@ -561,8 +582,27 @@ class Table:
         axes = {letter for letter in summed if isinstance(letter, str)}
         if axes and any(letter in axes for loop in self._rows(read.node) for letter, _ in read.maps[loop][1]):
             return True
-        nodes = (self.nodes[term.node] for term in self.nodes[read.node].reads)
-        return all(node.op == "product" and any(r.node == self.delta for r in node.reads) for node in nodes)
+        return self._is_piece(read.node)
+
+    def _rejoined(
+        self, factors: list[Read], at: int, summed: Iterable[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
+        """Return factors in which ranks' parts of a node, which are summed over all ranks, are the node again; None
+        where other factors have these parts otherwise."""
+        read, axes = factors[at], {letter for letter in summed if isinstance(letter, str)}
+        if (whole := self._wholes.get(read.node)) is None or _letters(read).isdisjoint(axes):
+            return None
+        again = Read(read.coefficient, whole[0], substitute(whole[1], dict(enumerate(read.maps))))
+        joined = self._joined_first([*factors[:at], again, *factors[at + 1 :]], set(summed), sizes)
+        return None if joined is None or axes <= joined[2] else joined
+
+    def _is_piece(self, at: int) -> bool:
+        """Return whether a node is a product with an identity matrix, which may stand in one of its factors, or a sum
+        of such."""
+        node = self.nodes[at]
+        if node.op == "sum":
+            return all(self._is_piece(term.node) for term in node.reads)
+        return at == self.delta or (node.op == "product" and any(self._is_piece(read.node) for read in node.reads))
 
     def _rows(self, at: int) -> frozenset[int]:
         """Return the loops of a node that its identity matrices compare."""
@@ -597,6 +637,13 @@ class Table:
         if known is None:
             result = self._part(read._replace(coefficient=1), node, sizes)
             known = self._parts[key] = result._replace(maps=substitute(result.maps, there))
+            loops = {
+                terms[0][0]: (0, ((loop, 1),))
+                for loop, (offset, terms) in enumerate(known.maps)
+                if not offset and len(terms) == 1 and terms[0][1] == 1
+            }
+            if known.coefficient == 1 and {letter for _, terms in key[1] for letter, _ in terms} == loops.keys():
+                self._wholes.setdefault(known.node, (read.node, substitute(key[1], Instead(loops))))
         back = {name: (0, ((letter, 1),)) for letter, name in names.items()}
         return Read(reduced(read.coefficient * known.coefficient), known.node, substitute(known.maps, back))
 

@@ -8,20 +8,19 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
 from .programs import Reader, Returned, Settle, kind_of
-from .schedule import Action, check_schedule, read_schedule, stages_of
+from .schedule import check_schedule, stages_of
 from .tensors import MICROBATCH
-from .text import Function, Parameter, Program, Refused, Type, read_program, read_type
+from .text import Function, Parameter, Program, Refused, Type, read_type
 
-_MOST_FILES, _MOST_BYTES = 4096, 64 << 20
 _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
 _BEYOND = ("STEP",)
@@ -33,63 +32,6 @@ _OF_BATCH = ("input", "rng")
 
 
 @dataclass
-class Build:
-    """The texts of a build: of its training, or of its evaluation."""
-
-    manifest: Mapping[str, Any]
-    model: Program
-    programs: dict[tuple[str, str], Program]
-    """The programs by role or stage, and action."""
-    roles: dict[str, list[Action]]
-    """The timeline of each role."""
-
-    def program(self, role: str, action: str) -> Program | None:
-        """Return a role's program, or the one that all roles share."""
-        return self.programs.get((role, action)) or self.programs.get(("stage0", action))
-
-    def kinds(self, role: str) -> set[str]:
-        """Return the kinds of programs that a role runs, and the update."""
-        shared = {action for name, action in self.programs if name == role or action in ("COUNT", "SCALE", "RESCALE")}
-        work = {action for _, action in self.programs if action in ("F", "B")}
-        return shared | work | ({"STEP"} if "B" in work else set())
-
-
-def read_build(folder: Path, part: str = "") -> Build:
-    """Read a build's texts, or those of its ``evaluation``.
-
-    Raises:
-        Refused: a file is missing, or holds what no build has.
-    """
-    try:
-        manifest = json.loads(_text(folder / "manifest.json"))
-        schedule = _text(folder / part / "schedule.txt")
-        files = sorted((folder / part / "programs").iterdir())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{folder} is no build: {error}") from None
-    if len(files) > _MOST_FILES or not isinstance(manifest, dict):
-        raise Refused(f"{folder} is no build")
-    programs: dict[tuple[str, str], Program] = {}
-    model = None
-    for file in files:
-        program = read_program(file)
-        if file.name == "model.py":
-            model = program
-        elif file.name != f"{program.role}.{program.action}.py":
-            raise Refused(f"{file.name}: says that it is {program.role}.{program.action}")
-        else:
-            programs[program.role, program.action] = program
-    if model is None or (model.role, model.action) != ("model", "reference") or not programs:
-        raise Refused(f"{folder} has no programs/model.py, or nothing beside it")
-    return Build(manifest, model, programs, read_schedule(schedule))
-
-
-def _text(path: Path) -> str:
-    if path.stat().st_size > _MOST_BYTES:
-        raise Refused(f"{path.name} has {path.stat().st_size:,} bytes")
-    return path.read_text(encoding="utf-8")
-
-
-@dataclass
 class Proof:
     """The result of a proof: a sentence for each role."""
 
@@ -98,19 +40,35 @@ class Proof:
 
 
 def certify(folder: Path) -> Proof:
-    """Prove that a build computes what its model says, and its evaluation too.
+    """Prove that the build in a folder computes what its model says, and its evaluation too.
 
     Raises:
         Refused: it does not, or the checker has no rule for a part of it.
     """
+    texts = read_texts(folder)
+    return certify_texts(texts, read_manifest(texts))
+
+
+def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
+    """Prove the same of the texts of a build by their places in its folder. Where sizes have ranges, it is proved at
+    the largest, the smallest, and some between.
+
+    Raises:
+        Refused: they do not compute what the model says, or the checker has no rule for a part of them.
+    """
     collected = gc.isenabled()
     gc.disable()  # a table only grows, and a collection would visit all of it
+    proof = Proof()
     try:
-        proof = _certify(Step(read_build(folder)))
-        if (folder / "evaluation").exists():
-            evaluated = _certify(Step(read_build(folder, "evaluation")))
-            proof.lines += [f"evaluation, {line}" for line in evaluated.lines]
-            proof.nodes += evaluated.nodes
+        for sizes in choices(manifest):
+            at = f", at {sizes_text(sizes)}" if sizes else ""
+            for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
+                try:
+                    of_part = _certify(Step(read_build(texts, manifest, part, sizes)))
+                except Refused as error:
+                    raise Refused(f"{error}{at}") if at else error from None
+                proof.nodes += of_part.nodes
+                proof.lines += [f"{part.replace('/', ', ')}{line}{at}" for line in of_part.lines]
         return proof
     except RecursionError:
         raise Refused("its values are made of each other too deeply") from None
@@ -200,6 +158,8 @@ class Step:
         values = {p.name: scales[p.binding] if p.binding in scales else self.outside(p) for p in forward.parameters}
         calls = self.reader.forward(forward, values)
         self.expected = {key: values[name] for key, name in forward.returns}
+        loads = {key: self.over_microbatches(value) for key, value in self.expected.items() if key.startswith("load ")}
+        self.updates = self._model_function("update", loads)
         if "loss" in self.expected and "scale" not in scales:
             raise Refused("model.py does not say by what its loss is scaled")
         self.scales = scales
@@ -288,7 +248,7 @@ class Step:
         if trains:
             for at, (role, count) in enumerate(self._gradients().items()):
                 proof.lines[at] = f"{role}: the loss, {count} gradients, the norm"
-        if any(action == "LOADS" for _, action in self.build.programs):
+        if self.updates or any(action == "LOADS" for _, action in self.build.programs):
             self._loads()
         for program in self.build.programs.values():
             if program.action == "RESCALE":
@@ -483,18 +443,25 @@ class Step:
         return settle
 
     def _loads(self) -> None:
-        """Prove the tokens of each expert over the step, which LOADS of every role returns."""
+        """Prove what LOADS of every role returns: the tokens of each expert over the step, and the biases that they
+        move."""
         known = {
             role: {**self.shared, **{f"load {key}": value for key, value in parts.items()}}
             for role, parts in self.loads.items()
         }
         loads = [self.over_microbatches(value) for key, value in self.expected.items() if key.startswith("load ")]
-        for role, returned in self._together("LOADS", known).items():
+        expected = {"metric load": self.tensors.cat(loads, 0), **self.updates}
+        returned: set[str] = set()
+        for role, results in self._together("LOADS", known).items():
             program = self.build.programs[role, "LOADS"]
-            for key, value in returned.values.items():
-                if key != "metric load":
+            types = dict(_main(program).returns)
+            for key, value in results.values.items():
+                if key not in expected:
                     raise Refused(f"{program.file}: `{key}` is not in model.py")
-                self.same(program, key, value, self.tensors.cat(loads, 0))
+                self.same(program, key, value, self.tensors.cut(expected[key], _type_of(_main(program), types[key])))
+                returned.add(key)
+        if missing := sorted(expected.keys() - returned):
+            raise Refused(f"no role returns `{missing[0]}`, which the model moves in a step")
 
     def _rescale(self, program: Program) -> None:
         """Prove that the loss scale of the next step is that of dynamic loss scaling, which is never zero."""

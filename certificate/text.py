@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 MOST_BYTES = 64 << 20
@@ -188,20 +187,17 @@ _LINE = re.compile(r"    (\w+(?:, \w+)*) = ([\w.]+)\((.*)\)  # (.+?) \| (.*)")
 _RETURN = re.compile(r'        "([^"\\]+)": (\w+),')
 
 
-def read_program(path: Path) -> Program:
+def read_program(name: str, text: str) -> Program:
     """Read a program's text.
 
     Raises:
         Refused: the text is larger than a program, or holds a line that no program has.
     """
-    name = path.name
-    if path.stat().st_size > MOST_BYTES:
-        raise Refused(f"{name}: has {path.stat().st_size:,} bytes, and a program at most {MOST_BYTES:,}")
-    try:
-        rows = path.read_text(encoding="ascii").split("\n")
-    except UnicodeDecodeError as error:
-        raise Refused(f"{name}: holds a character that no program has ({error.reason})") from None
-    return _Reader(name, rows).program()
+    if len(text) > MOST_BYTES:
+        raise Refused(f"{name}: has {len(text):,} characters, and a program at most {MOST_BYTES:,}")
+    if not text.isascii():
+        raise Refused(f"{name}: holds a character that no program has")
+    return _Reader(name, text.split("\n")).program()
 
 
 class _Reader:

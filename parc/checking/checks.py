@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parc.checking.certified import Certificate, certificate_of
 from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, not_finite, other_numbers
 from parc.checking.module_numbers import ModuleAgreement
 from parc.checking.reports import report_of
@@ -53,7 +54,7 @@ from parc.grammar.codes import AVERAGED, NOT_COMBINED, UNSCALED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
-from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.model_run import Case, step_errors
 from parc.runtime.compare.own_types import OwnStep, own_step, varied_case
 from parc.runtime.compare.plain import CPU
 from parc.runtime.compare.simulate import compare
@@ -68,6 +69,8 @@ class Checked:
     agreement: Agreement | None = None
     first: FirstCheck | None = None
     """The step that a run repeats first."""
+    certificate: Certificate = Certificate(missing="it was not asked")
+    """What the independent checker says of the build's texts."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
 
@@ -139,12 +142,16 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     progress("shapes, types, communication")
     checked = Checked(report_of(compiled), prove(compiled))
     if not checked.faults:
+        progress("certificate")
+        checked.certificate = certificate_of(compiled.build)
+        checked.report["certificate"] = checked.certificate.facts
         progress("numbers")
         check_numbers(compiled, checked)
     if checked.faults:
         check_template(compiled)
     else:
         checked.report["checks"] = {**dict.fromkeys(proved(compiled.build), "proved"),
+                                    "equality": checked.certificate.word,
                                     "numbers": "tested", "memory": "estimated"}  # fmt: skip
     checked.seconds = round(time.perf_counter() - start, 3)
     return checked
@@ -261,6 +268,11 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
         checked.faults += _number_faults(agreement, where)
+        checked.faults += (
+            Fault("numbers", f"model.py `{name}`", f"differs from what the manifest says by {error:.1e}")
+            for name, error in step_errors(case)
+            if not error <= TOLERANCE
+        )
         if at is cases[0] and not checked.faults:
             with one_thread():
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))

@@ -49,7 +49,7 @@ from parc.runtime.step import Stepper
 
 _OF_PLACES = ("files", "folder", "format", "model_lines", "model_source")
 """The facts about the places of files, and about the code in them, which other checks compare."""
-_OF_RUNS = ("checks", "numbers", "placed", "written")
+_OF_RUNS = ("certificate", "checks", "numbers", "placed", "written")
 """The parts of a report that say how a build was checked, or where lines of the plan as it was written stand."""
 
 
