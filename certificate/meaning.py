@@ -403,7 +403,7 @@ class Table:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
             return self._pure(1, [*sorted(common, key=str), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
-        if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
+        if self.naming and len(reads) >= MOST_TERMS and at not in self.names and not self._is_piece(at):
             self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
         return Read(lead, self.names.get(at, at), maps)
 

@@ -247,9 +247,9 @@ def wide(t: Tensors, g: Value, x: Value, dims: Any = None) -> Value:
 
 
 @function
-def largest(t: Tensors, x: Value, dim: int) -> Value:
-    """Return the maximum along a dim, which stays."""
-    return t.largest(x, [dim] if x.dims else [], True)
+def largest(t: Tensors, x: Value, dims: Any) -> Value:
+    """Return the maximum along some dims, which stay."""
+    return t.largest(x, sorted(listed(dims, len(x.dims))), True)
 
 
 @function

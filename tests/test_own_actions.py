@@ -29,7 +29,6 @@ from parc.compiler.program.actions import ACTIONS, ActionRow, parse_schedule, sc
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Program, Ref
 from parc.compiler.program.roles import join_roles
-from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
@@ -212,16 +211,12 @@ def test_bugs_in_a_kind_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_numbers_that_are_wrong_are_refused() -> None:
+def test_numbers_that_are_wrong_are_seen_in_a_simulation() -> None:
     compilation = compiled("pipeline")
     site = next(sites({"pp1": compilation.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
     (items,) = site.line.args
     changed = site.replaced(stacked(site.line, [*items, items[0]]))
     assert not refusals(compilation, changed) and metric_error(compilation, changed) > 1e-3
-    good, bad, reference = compilation.build, with_programs(compilation, changed), compilation.build.reference
-    assert not compare_structure(good.programs, reference, good.programs, reference)
-    (fault,) = compare_structure(bad.programs, reference, good.programs, reference)
-    assert f"{KIND} metric checksum" in str(fault), fault
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,5 +1,5 @@
 """Checks of a whole step: what its programs hand to each other; what they read, return and train beside the captured
-graph; which parameter each weight is; where offloaded values lie; how many packed rows a type counts."""
+graph; where offloaded values lie; how many packed rows a type counts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from functools import reduce
 from operator import le, or_
 from types import MappingProxyType
 
-from ..analysis.dataflow import stored_sources, weight_sources
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, UNSHARD, ActionRow, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, ActionRow, step_kinds
 from ..program.binding import KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
 from ..program.program import Fault, Function, Line, LocalSize, Program, Value
 from ..program.step_values import LOSS_SCALE
-from ..twin.structure import repetition_fault
-from ..twin.wiring import Forward, Kinds
 from .sums import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
@@ -256,44 +253,6 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
         yield Fault("types", f"B {name}", "the loss depends on it, but it gets no gradient")
     for name in sorted(ours - theirs):
         yield Fault("types", f"B {name}", "the loss does not depend on it, but it gets a gradient")
-
-
-# ---- weights
-# Types prove that an all-gather is complete and of one value. This proves of which parameter: what UNSHARD returns is
-# one parameter through conversions alone, and what a call of F reads is, by name, what the captured graph reads there.
-
-
-def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Find weights that are not their own parameter's, and calls of F and B that read another block's.
-
-    A build that converts no parameters and offloads nothing is left to the tests of numbers.
-    """
-    weights = weight_sources(programs)
-    for key in programs[UNSHARD].main.returned("weight") if UNSHARD in programs else ():
-        parameter = next((source for weight, source in weights.items() if weight.name == key), None)
-        if parameter is None or parameter.name != key.partition(":")[0]:
-            yield Fault("types", f"UNSHARD {key}", "is not proved to be its own parameter")
-    converted = stored_sources(programs[FORWARD], weights).keys() - {v.name for v in programs[FORWARD].main.parameters}
-    offloads = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
-    if not weights and not converted and not offloads:
-        return
-    if (fault := repetition_fault(programs, reference)) is not None:
-        yield fault
-        return
-    kinds = Kinds.alone(reference)
-    graph = kinds.graph(reference.main, programs[FORWARD])
-    yield from _read_faults(Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, weights))
-
-
-def _read_faults(forward: Forward) -> Iterator[Fault]:
-    """Find parameters that a call reads and that its place in the captured graph does not."""
-    for call in forward.calls:
-        known = {source for source, *_ in call.piece.reads} if call.piece is not None else set()
-        for source, name in zip(call.reads, call.line.uses, strict=True):
-            if known and source[0] == "bound" and source[1].kind in ("parameter", "frozen") and source not in known:
-                yield Fault(
-                    "types", f"F {call.place}", f"reads `{name}`, of {source[1].words}, which is not read there"
-                )
 
 
 # ---- offloaded values

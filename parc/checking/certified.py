@@ -9,11 +9,16 @@ from certificate import VERSION
 from certificate.step import certify_texts
 from certificate.text import Refused
 from parc.compiler.build.build import Build
+from parc.compiler.plan.directive import Directive
+from parc.grammar.codes import NOT_CERTIFIED
+from parc.grammar.diagnostics import Diagnostic, Label
+
+_MOST_NOTES = 4
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the checker says of a build: what it proved of each role, or why it proved nothing."""
+    """The answer of the checker for a build: what it proved of each role, or why it proved nothing."""
 
     proved: tuple[str, ...] = ()
     missing: str = ""
@@ -32,6 +37,9 @@ class Certificate:
         return {"version": VERSION, "proved": list(self.proved), "missing": self.missing}
 
 
+NOT_ASKED = Certificate(missing="the checker was not asked")
+"""The certificate of a build before it is asked for."""
+
 
 def certificate_of(build: Build) -> Certificate:
     """Prove from a build's texts alone that its roles together compute what its model says."""
@@ -40,3 +48,11 @@ def certificate_of(build: Build) -> Certificate:
     except Refused as refused:
         missing, *notes = str(refused).splitlines()
         return Certificate(missing=missing, notes=tuple(notes))
+
+
+def not_certified(model: Directive, certificate: Certificate, on: str) -> Diagnostic:
+    """Return the error of a build without a certificate whose numbers are tested on a smaller one."""
+    message = f"not certified, and too large to be tested itself: {certificate.missing}"
+    help_ = "give the operator a row (docs/certificates.md), or write the build all the same with `--uncertified`"
+    notes = (f"its numbers are tested on {on}", *certificate.notes[:_MOST_NOTES])
+    return Diagnostic(NOT_CERTIFIED, message, Label(model.arguments.statement.span), help=help_, notes=notes)

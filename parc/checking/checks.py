@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parc.checking.certified import Certificate, certificate_of
+from parc.checking.certified import NOT_ASKED, Certificate, certificate_of, not_certified
 from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, not_finite, other_numbers
 from parc.checking.module_numbers import ModuleAgreement
 from parc.checking.reports import report_of
@@ -41,7 +41,6 @@ from parc.compiler.verify.step import (
     check_packed,
     check_places,
     check_reference,
-    check_stored,
     mesh_faults,
 )
 from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
@@ -69,7 +68,7 @@ class Checked:
     agreement: Agreement | None = None
     first: FirstCheck | None = None
     """The step that a run repeats first."""
-    certificate: Certificate = Certificate(missing="it was not asked")
+    certificate: Certificate = NOT_ASKED
     """What the independent checker says of the build's texts."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
@@ -112,7 +111,6 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
     yield [*check_constants(programs, reference)]
     yield [*check_packed(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
-    yield [*check_stored(programs, reference)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
@@ -131,8 +129,9 @@ def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpos
     return check_timelines(actions, ranks, microbatches, also=kinds, purpose=purpose)
 
 
-def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
-    """Check a compiled plan through the texts of its programs, and make its report.
+def check_build(compiled: Compiled, progress: Progress = lambda _: None, *, uncertified: bool = False) -> Checked:
+    """Check a compiled plan through the texts of its programs, and make its report. One that is ``uncertified`` may be
+    so, though its numbers are tested on a smaller build alone.
 
     Raises:
         PlanError: something does not divide at a size that the plan declares, or at some size the model's graph is
@@ -146,7 +145,7 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
         checked.certificate = certificate_of(compiled.build)
         checked.report["certificate"] = checked.certificate.facts
         progress("numbers")
-        check_numbers(compiled, checked)
+        check_numbers(compiled, checked, uncertified=uncertified)
     if checked.faults:
         check_template(compiled)
     else:
@@ -225,17 +224,23 @@ def check_template(compiled: Compiled) -> None:
             raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
 
 
-def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = CPU) -> None:
+def check_numbers(
+    compiled: Compiled, checked: Checked, device: torch.device = CPU, *, uncertified: bool = False
+) -> None:
     """Train all ranks and the captured graph in float64 on a device, or those of the twin of a large build. Where sizes
     have ranges, all choices that are proved are tested too, those that are not the largest for one step.
 
     Raises:
         PlanError: on random batches the model or its loss is not finite, or not the same each time; the captured graph
-            is not the module, or, at some sizes, not the template's.
+            is not the module, or, at some sizes, not the template's; the build is not certified, and too large to be
+            tested itself.
     """
     chosen = subject_of(compiled)
     subject, on = chosen.compiled, chosen.text
-    checked.faults += chosen.differences or (prove(subject) if subject.mesh != compiled.mesh else [])
+    if subject is not compiled:
+        if checked.certificate.missing and not uncertified:
+            raise PlanError([not_certified(compiled.plan.model, checked.certificate, on)])
+        checked.faults += prove(subject) if subject.mesh != compiled.mesh else []
     if checked.faults:
         return
     cases = subject.cases()

@@ -1,4 +1,4 @@
-"""What a step makes of all its microbatches: the scale of its loss, and the new biases that balance experts.
+"""Values that a step makes of all its microbatches: the scale of its loss, and the new biases that balance experts.
 
 Both are written twice by the functions here: on the ranks of a mesh, in ``SCALE`` and ``LOADS``, and for one device, in
 the functions ``scale`` and ``update`` of ``programs/model.py``.
