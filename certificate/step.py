@@ -17,7 +17,7 @@ from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest,
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
 from .programs import Reader, Returned, Settle, kind_of
-from .schedule import check_schedule, stages_of
+from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
 from .tensors import MICROBATCH
 from .text import Function, Parameter, Program, Refused, Type, read_type
 
@@ -25,6 +25,8 @@ _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
 _BEYOND = ("STEP",)
 """The actions that come after all that is proved."""
+_KNOWN = (*BEFORE, *WORK, *AFTER)
+"""The actions that a step has by itself. Others may be added to it that return metrics alone."""
 _LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 """The state of steps by which a loss is scaled that would round to zero."""
 _OF_BATCH = ("input", "rng")
@@ -254,8 +256,11 @@ class Step:
             if program.action == "RESCALE":
                 self._rescale(program)
         for program in self.build.programs.values():
-            if (program.role, program.action) not in self.read and program.action not in _BEYOND:
+            if (program.role, program.action) in self.read or program.action in _BEYOND:
+                continue
+            if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
                 raise Refused(f"{program.file}: is no part of a step")
+            proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
         proof.nodes = len(self.table.nodes)
         return proof
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import parc
 from parc.actions import TABLES, register_action
 from parc.build import build
+from parc.checking.certified import certificate_of
 from parc.checking.checks import case_of, check_files, static_faults
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
@@ -113,6 +114,9 @@ def test_a_kind_is_built_checked_and_simulated(plan: str) -> None:
         words = [str(action) for action in role.actions[-3:]]
         assert words == [f"{role.stages[0]}{kind}" for kind in ("REDUCE", KIND, "STEP")]
     assert not refusals(compilation) and metric_error(compilation) < 1e-12
+    certificate = certificate_of(compilation.build)
+    assert not certificate.missing, certificate
+    assert f"{KIND} returns metrics of one's own, which are not proved" in certificate.proved[-1]
 
 
 @pytest.mark.usefixtures("registered")
