@@ -28,7 +28,6 @@ from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.program.step_values import DYNAMIC, Division, biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
-from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
@@ -38,12 +37,9 @@ from parc.compiler.verify.ranges import size_faults
 from parc.compiler.verify.rounding import check_precision, check_recomputed
 from parc.compiler.verify.step import (
     check_bindings,
-    check_packed,
     check_places,
-    check_reference,
     mesh_faults,
 )
-from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.microbatches import StepInParts
@@ -101,15 +97,7 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
     if faults:
         return
     yield check_bindings(programs, build.types)
-    yield check_reference(programs, reference, build.pads)
-    yield [*check_reduce(programs, reference, build.microbatches, divisions_in(build.manifest))]
-    yield [*check_rescale(programs, build.mesh)]
-    biases = biases_in(build.manifest)
-    yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
-    yield [*check_integers(programs, reference)]
-    yield [*check_bounds(programs, reference)]
     yield [*check_constants(programs, reference)]
-    yield [*check_packed(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
