@@ -34,14 +34,20 @@ def read_texts(folder: Path) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     left = _MOST_BYTES
+
+    def read(file: Path) -> None:
+        nonlocal left
+        left -= file.stat().st_size
+        if left < 0 or len(texts) > _MOST_FILES or not file.is_file():
+            raise Refused(f"{file} is no file of a build, or larger than one")
+        texts[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
+
     try:
-        parts = [folder, *filter(Path.is_dir, [folder / EVALUATION])]
-        programs = [file for part in parts for file in sorted((part / _PROGRAMS).iterdir())]
-        for file in (folder / _MANIFEST, *(part / _SCHEDULE for part in parts), *programs):
-            left -= file.stat().st_size
-            if left < 0 or len(programs) > _MOST_FILES or not file.is_file():
-                raise Refused(f"{file} is no file of a build, or larger than one")
-            texts[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
+        read(folder / _MANIFEST)
+        for part in (folder, *filter(Path.is_dir, [folder / EVALUATION])):
+            read(part / _SCHEDULE)
+            for file in sorted((part / _PROGRAMS).iterdir()):
+                read(file)
     except (OSError, ValueError) as error:
         raise Refused(f"{folder} is no build: {error}") from None
     return texts

@@ -62,7 +62,9 @@ def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
     assert len(found) > 100
     for mutant in found[:: -(-len(found) // 40)]:
         if mutant.programs != good_build(OFFLOADED).programs:
-            assert judge(good_build(OFFLOADED), mutant.programs).check in ("types", "parse", "shapes"), mutant.what
+            certified = not certificate_of(in_texts(good_build(OFFLOADED).build, mutant.programs)).missing
+            check = "" if not certified else judge(good_build(OFFLOADED), mutant.programs).check
+            assert not certified or check in ("types", "parse", "shapes"), mutant.what
 
 
 def test_wrong_sums_in_the_last_backward_are_refused() -> None:

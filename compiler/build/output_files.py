@@ -56,17 +56,15 @@ def open_output(path: Path, mode: Literal["ab", "wb"]) -> IO[bytes]:
         OSError: it cannot be opened.
     """
 
-    def opened(name: str, flags: int) -> int:
-        try:
-            file = os.open(name, flags | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            raise BrokenPipeError(errno.EPIPE, "it is a pipe that nobody reads", name) from None
-        os.set_blocking(file, True)
-        return file
-
-    return open(path, mode, buffering=0, opener=opened)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "ab" else os.O_TRUNC)
+    try:
+        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise BrokenPipeError(errno.EPIPE, "it is a pipe that nobody reads", str(path)) from None
+    os.set_blocking(file, True)
+    return os.fdopen(file, mode, buffering=0)
 
 
 def write_whole(path: Path, text: str) -> None:

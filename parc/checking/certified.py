@@ -24,7 +24,7 @@ class Certificate:
     missing: str = ""
     """The value or the line that is not proved, in one line; "" where all are."""
     notes: tuple[str, ...] = ()
-    """Where the meanings part."""
+    """The lines on where the meanings part."""
 
     @property
     def word(self) -> str:
