@@ -256,6 +256,11 @@ class Table:
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
+            parts = [
+                read if read.node == self.delta or read.node in closed else self.part(read, sizes) for read in factors
+            ]
+            if parts != factors:
+                return self.product(coefficient, parts, sizes, left, closed)
         letters = [_letters(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
@@ -656,6 +661,12 @@ class Table:
             reads, inside, over = self._opened(node, index, sizes, set())
             return self.product(1, [self.part(r, inside) for r in reads], inside, over)
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
+        if node.op == "filled":  # what is real of it is what it reads
+            (loop,) = (at for at in range(len(node.sizes)) if at not in shared)
+            low, high = self._range(read.maps[loop], sizes)
+            if low >= 0 and high < node.inner[0]:
+                (real,), index[len(node.sizes)] = node.reads, read.maps[loop]
+                return self.part(Read(real.coefficient, real.node, substitute(real.maps, index)), sizes)
         own = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
         index.update((loop, (0, ((letter, 1),))) for loop, letter in own.items())
         lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in own.items()}}
