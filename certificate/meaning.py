@@ -117,6 +117,17 @@ def _letters(read: Read) -> set[Letter]:
     return {letter for _, terms in read.maps for letter, _ in terms}
 
 
+def _replaced(index: Affine, here: Affine, letter: Letter) -> Affine:
+    """Return an index with a letter in the place of a sum of letters, at any multiple of it."""
+    strides = dict(index[1])
+    times, rest = divmod(strides.get(here[1][-1][0], 0), here[1][-1][1])
+    if not times or rest or any(strides.get(key) != times * stride for key, stride in here[1]) or letter in strides:
+        return index
+    for key, _ in here[1]:
+        del strides[key]
+    return index[0] - times * here[0], ordered({**strides, letter: times})
+
+
 def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
@@ -492,10 +503,16 @@ class Table:
             if letter in summed:
                 return moved, summed - {letter}
             back = there[1][0][0] if len(there[1]) == 1 and there[0] == 0 and there[1][0][1] == 1 else None
-            if back is not None and _rank(letter) < _rank(back):
+            if back is not None and back not in summed and _rank(letter) < _rank(back):
                 continue  # of two letters that are equal, one stands in the place of the other, and never back
             if here[0] == 0 and stride == 1 and moved != others:
                 return [Read(1, self.delta, (here, there)), *moved], summed
+        for here, there in (maps, maps[::-1]):
+            if len(here[1]) > 1 and there[0] == 0 and len(there[1]) == 1 and there[1][0][1] == 1:
+                letter = there[1][0][0]  # several letters that are one letter together
+                moved = [r._replace(maps=tuple(_replaced(index, here, letter) for index in r.maps)) for r in others]
+                if letter in summed and moved != others:
+                    return [Read(1, self.delta, (here, there)), *moved], summed
         for here, there in (maps, maps[::-1]):
             if any(letter in summed for letter, _ in there[1]):
                 self._divide(here, [stride for _, stride in there[1]], summed, sizes)
