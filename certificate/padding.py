@@ -47,7 +47,7 @@ def _(c: Call) -> Value:
 
 @row("parc.cut_pad.default")
 def _(c: Call) -> Value:
-    x, dim, outer, padded, real = c.args
+    x, dim, outer, real, padded = c.args
     return cut(c.tensors, x, dim, outer, real, padded)
 
 
