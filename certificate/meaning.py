@@ -24,7 +24,7 @@ The normal form (`Table`) is made where a node is made:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import isnan
 from typing import NamedTuple
@@ -51,6 +51,8 @@ from .text import Refused
 
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
+MOST_LOOKED = 64
+"""The most nodes that a computation looks at whose result is known for other nodes that look the same."""
 MOST_TERMS = 6
 """The number of terms from which sums of a model get names."""
 
@@ -64,6 +66,39 @@ class Node(NamedTuple):
     sizes: tuple[int, ...]
     inner: tuple[int, ...]
     reads: tuple[Read, ...]
+
+
+Index = tuple[Number, Maps]
+"""How a node is read: a coefficient in front, and the maps."""
+Shape = tuple[str, Hashable, tuple[int, ...], tuple[int, ...], tuple[Index, ...]]
+"""All of a node but which nodes it reads: operator, other arguments, sizes and inner sizes, and how it reads."""
+Look = tuple[int, frozenset[int]]
+"""What is seen of a node beside which nodes it reads: the number of its shape, and the loops that identity matrices
+compare. The names of leaves are not seen."""
+
+
+class Seen:
+    """What a computation has seen of a table, and made in it."""
+
+    __slots__ = ("agreed", "deep", "looked", "made")
+
+    def __init__(self) -> None:
+        self.looked: dict[int, None] = {}
+        """The nodes that were looked at, in this order."""
+        self.made: list[tuple[int, int, tuple[int, ...]]] = []
+        """Nodes, each with the number of its shape and what it reads; -1 for the leaves that rows name."""
+        self.agreed: list[tuple[int, Hashable]] = []
+        self.deep = False
+        """True where more was seen than is worth to compare."""
+
+    def take(self, other: Seen | None) -> None:
+        """Add what another computation, a part of this one, has seen and made."""
+        if other is None or other.deep or len(self.looked) > MOST_LOOKED:
+            self.deep = True
+        else:
+            self.looked.update(other.looked)
+            self.made += other.made
+            self.agreed += other.agreed
 
 
 class Value(NamedTuple):
@@ -125,20 +160,25 @@ class Table:
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
         self.nodes: list[Node] = []
-        self._index: dict[Node, int] = {}
+        """All nodes. What computes asks `node` for one."""
+        self.looks: list[Look] = []
+        """How each node looks to what computes with it."""
+        self._shapes: dict[Hashable, int] = {}
+        self._known_shapes: list[Shape] = []
+        self._index: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._leaves: dict[Hashable, int] = {}
         self._fresh = 0
-        self._places: dict[int, bool] = {}
         self.naming = False
         """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
         and others then has few terms. What is equal gets the name too, if all its terms are there together."""
-        self.names: dict[int, int] = {}
-        self._parts: dict[Hashable, Read] = {}
-        self._compared: dict[int, frozenset[int]] = {}
-        self.one = self._add(Node("one", (), (), (), ()))
+        self._known: dict[Hashable, tuple[Read, Seen | None]] = {}
+        self.seen: Seen | None = None
+        """What is seen and made by what computes now, if that is recorded."""
+        self.one = self.add(self._shape("one", (), (), (), ()), ())
+        self.delta = self.add(self._shape("delta", (), (0, 0), (), ()), ())
+        """The identity matrix: 1 where its two indices are equal, of any size."""
         self.zero = Value(0, self.one, (), ())
-        self.tops: dict[int, int] = {}
-        """The number of experts that each token has, by the node that marks them."""
-        self.delta = self.leaf("delta", (0, 0))
+        self.facts: dict[int, Hashable] = {}
 
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, of these sizes.
@@ -152,16 +192,61 @@ class Table:
         self.axes[axis] = letters
         self.mesh.update((name, size) for size, name in letters)
 
-    def _add(self, node: Node) -> int:
-        at = self._index.get(node)
-        if at is None:
-            at = self._index[node] = len(self.nodes)
-            self.nodes.append(node)
+    def _shape(
+        self, op: str, args: Hashable, sizes: tuple[int, ...], inner: tuple[int, ...], indices: Sequence[Index]
+    ) -> int:
+        """Return the number of a shape: all of a node but which nodes it reads."""
+        shape = op, args, sizes, inner, tuple(indices)
+        at = self._shapes.setdefault(shape, len(self._shapes))
+        if at == len(self._known_shapes):
+            self._known_shapes.append(shape)
         return at
+
+    def add(self, shape: int, operands: tuple[int, ...]) -> int:
+        """Return the node of a shape that reads some nodes, or the name of the sum that this is."""
+        at = self._index.get((shape, operands))
+        if at is None:
+            op, args, sizes, inner, indices = self._known_shapes[shape]
+            at = len(self.nodes)
+            reads = tuple(Read(c, node, maps) for node, (c, maps) in zip(operands, indices, strict=True))
+            self.nodes.append(Node(op, args, sizes, inner, reads))
+            self.looks.append((shape, self._compared(op, len(sizes), reads)))
+            if self.naming and op == "sum" and len(operands) >= MOST_TERMS:
+                at = self._leaf("named sum", sizes, at)
+            self._index[shape, operands] = at
+        if self.seen is not None:
+            self.seen.made.append((at, shape, operands))
+        return at
+
+    def commutes(self, shape: int) -> bool:
+        """Return whether the operands of a shape stand in the order of their numbers."""
+        return self._known_shapes[shape][0] in ("sum", "product")
 
     def leaf(self, name: str, sizes: Sequence[int], args: Hashable = ()) -> int:
         """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
-        return self._add(Node(name, args, tuple(sizes), (), ()))
+        at = self._leaf(name, tuple(sizes), args)
+        if self.seen is not None:
+            self.seen.made.append((at, -1, ()))
+        return at
+
+    def _leaf(self, name: str, sizes: tuple[int, ...], args: Hashable) -> int:
+        at = self._leaves.setdefault((name, sizes, args), len(self.nodes))
+        if at == len(self.nodes):
+            self.nodes.append(Node(name, args, sizes, (), ()))
+            self.looks.append((self._shape("leaf", (), sizes, (), ()), frozenset()))
+        return at
+
+    def node(self, at: int) -> Node:
+        """Return a node, of which all is seen but the name of a leaf."""
+        if self.seen is not None:
+            self.seen.looked[at] = None
+        return self.nodes[at]
+
+    def agree(self, at: int, fact: Hashable) -> bool:
+        """Return whether a fact is what was first said of a node."""
+        if self.seen is not None:
+            self.seen.agreed.append((at, fact))
+        return self.facts.setdefault(at, fact) == fact
 
     def fresh(self) -> Letter:
         """Return a letter that nothing else has."""
@@ -202,7 +287,8 @@ class Table:
         depths = tuple(
             lengths[letter] if letter in lengths else length_of(letter, sizes, self.mesh) for letter in within
         )
-        node = self._add(Node(op, args, loops, depths, encoded))
+        shape = self._shape(op, args, loops, depths, [(r.coefficient, r.maps) for r in encoded])
+        node = self.add(shape, tuple([r.node for r in encoded]))
         index = ((0, ordered(dict(groups[letter][0])) if letter in groups else ((letter, 1),)) for letter in entry)
         return node, tuple(index), lead
 
@@ -221,7 +307,7 @@ class Table:
         while stack:
             read = stack.pop()
             coefficient *= read.coefficient
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op == "product" and not node.inner:
                 index = dict(enumerate(read.maps))
                 stack.extend(Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
@@ -229,17 +315,39 @@ class Table:
                 factors.append(read if read.coefficient == 1 else read._replace(coefficient=1))
         if not coefficient:
             return Read(0, self.one, ())
+        used = {letter for read in factors for _, terms in read.maps for letter, _ in terms}
+        left = set()
+        for letter in summed:
+            if letter in used:
+                left.add(letter)
+            else:
+                coefficient *= length_of(letter, sizes, self.mesh)
+        if left:
+            result = self._once(closed, factors, sizes, left, lambda: self._product(factors, sizes, left, closed))
+        else:
+            result = self._product(factors, sizes, left, closed)
+        return result if coefficient == 1 else self._scaled(result, coefficient)
+
+    def _scaled(self, read: Read, by: Number) -> Read:
+        """Return a multiple of a read that is not zero."""
+        return Read(reduced(read.coefficient * by), read.node, read.maps)
+
+    def _product(
+        self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: int | None
+    ) -> Read:
+        """Return the product of factors that are no products themselves, summed over letters that some of them have."""
         for at, read in enumerate(factors):
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op in ("sum", "product") and read.node != closed and self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
-                    return self.sum([self.product(coefficient, [*rest, term], sizes, summed) for term in terms], sizes)
-                reads, inside, more = self._opened(node, index, sizes, set(summed))
-                return self.product(coefficient, rest + reads, inside, more)
+                    return self.sum([self.product(1, [*rest, term], sizes, summed) for term in terms], sizes)
+                reads, inside, more = self._opened(node, index, sizes, summed)
+                return self.product(1, rest + reads, inside, more)
+        coefficient: Number = 1
         left = set(summed)
         if any(read.node == self.delta for read in factors):
             simpler = self._placed(factors, left, sizes)
@@ -265,7 +373,7 @@ class Table:
         """Return a product without a sum."""
         factors: list[Read] = []
         for read in reads:
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             coefficient *= read.coefficient
             if node.op == "product" and not node.inner:
                 index = dict(enumerate(read.maps))
@@ -284,8 +392,8 @@ class Table:
     def _cancelled(self, factors: list[Read]) -> list[Read]:
         """Return factors without those that stand beside their own inverse."""
         for read in factors:
-            if self.nodes[read.node].op == "inverse":
-                (inner,) = self.nodes[read.node].reads
+            if self.node(read.node).op == "inverse":
+                (inner,) = self.node(read.node).reads
                 other = Read(1, inner.node, substitute(inner.maps, dict(enumerate(read.maps))))
                 if other in factors:
                     rest = list(factors)
@@ -300,7 +408,7 @@ class Table:
         """Return the sum, over letters, of a product of factors that these letters connect."""
         if len(factors) == 1:
             (read,) = factors
-            node, index = self.nodes[read.node], dict(enumerate(read.maps))
+            node, index = self.node(read.node), dict(enumerate(read.maps))
             if node.op == "sum":
                 terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
                 return self.sum([self.product(1, [term], sizes, over) for term in terms], sizes)
@@ -363,7 +471,7 @@ class Table:
         stack = list(terms)
         while stack:
             read = stack.pop()
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op == "sum":
                 index = dict(enumerate(read.maps))
                 stack.extend(
@@ -380,16 +488,14 @@ class Table:
         common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*sorted(common, key=str), rest], sizes)
+            return self._pure(1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
-        if self.naming and len(reads) >= MOST_TERMS and at not in self.names:
-            self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
-        return Read(lead, self.names.get(at, at), maps)
+        return Read(lead, at, maps)
 
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
         numbers, and identity matrices."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         if node.op != "product" or node.inner:
             outside = node.op not in ("one", "sum") and (not node.sizes or read.node == self.delta)
             return (read._replace(coefficient=1),) if outside else ()
@@ -401,7 +507,7 @@ class Table:
         """Return a read without one of each of these factors."""
         if not factors:
             return read
-        node, index = self.nodes[read.node], dict(enumerate(read.maps))
+        node, index = self.node(read.node), dict(enumerate(read.maps))
         if node.op != "product" or node.inner:
             return Read(read.coefficient, self.one, ())
         rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
@@ -527,78 +633,80 @@ class Table:
         lengths = {names[key]: size for key, (_, size) in groups.items()}
         return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
 
-    def has_places(self, at: int) -> bool:
-        """Return whether a node places entries by an identity matrix, so that a part of it may be simpler."""
-        known = self._places.get(at)
-        if known is None:
-            node = self.nodes[at]
-            if node.op == "sum":
-                known = any(self.has_places(read.node) for read in node.reads)
-            else:
-                known = node.op == "product" and any(
-                    read.node == self.delta or self.has_places(read.node) for read in node.reads
-                )
-            self._places[at] = known
-        return known
-
     def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
         """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or
         not all of them are read one by one."""
-        if not self.has_places(read.node):
+        node, compared = self.node(read.node), self.looks[read.node][1]
+        if not compared:
             return False
-        node = self.nodes[read.node]
         plain = {
             at for at, (offset, terms) in enumerate(read.maps)
             if offset == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0] not in summed
             and length_of(terms[0][0], sizes, self.mesh) == node.sizes[at]
         }  # fmt: skip
-        return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
+        return not compared <= plain
 
     def _in_pieces(self, read: Read, summed: Iterable[Letter]) -> bool:
         """Return whether a product with a sum becomes a sum of products: each term is a piece that an identity matrix
         places, or one of them compares ranks that are summed. Else each product would have as many terms as both
         factors together."""
         axes = {letter for letter in summed if isinstance(letter, str)}
-        if axes and any(letter in axes for loop in self._rows(read.node) for letter, _ in read.maps[loop][1]):
+        node = self.node(read.node)
+        compared = self.looks[read.node][1]
+        if axes and any(letter in axes for loop in compared for letter, _ in read.maps[loop][1]):
             return True
-        nodes = (self.nodes[term.node] for term in self.nodes[read.node].reads)
-        return all(node.op == "product" and any(r.node == self.delta for r in node.reads) for node in nodes)
+        terms = (self.node(term.node) for term in node.reads)
+        return all(term.op == "product" and any(r.node == self.delta for r in term.reads) for term in terms)
 
-    def _rows(self, at: int) -> frozenset[int]:
+    def _compared(self, op: str, loops: int, reads: Sequence[Read]) -> frozenset[int]:
         """Return the loops of a node that its identity matrices compare."""
-        known = self._compared.get(at)
-        if known is None:
-            node, loops = self.nodes[at], set[int]()
-            for read in node.reads:
-                if read.node == self.delta:
-                    indices: Iterable[Affine] = read.maps
-                elif self.has_places(read.node):
-                    indices = [read.maps[loop] for loop in self._rows(read.node)]
-                else:
-                    continue
-                loops.update(letter for _, terms in indices for letter, _ in terms if letter < len(node.sizes))
-            known = self._compared[at] = frozenset(loops)
-        return known
+        if op not in ("sum", "product"):
+            return frozenset()
+        indices: list[Affine] = []
+        for read in reads:
+            indices += read.maps if read.node == self.delta else [read.maps[at] for at in self.looks[read.node][1]]
+        return frozenset(letter for _, terms in indices for letter, _ in terms if letter in range(loops))
 
     def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
         """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and
         zero outside of a place."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         if not node.reads or not (self._cut(read, sizes) or self.touches(read, (), sizes)):
             return read
+        result = self._once("part", [read], sizes, (), lambda: self._part(read._replace(coefficient=1), node, sizes))
+        return self._scaled(result, read.coefficient)
+
+    def _once(
+        self,
+        what: Hashable,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        summed: Collection[Letter],
+        compute: Callable[[], Read],
+    ) -> Read:
+        """Return what is computed of reads, which is known of reads by other letters."""
         names: dict[Letter, Letter] = {}
-        for _, terms in read.maps:
-            for letter, _ in terms:
-                if not isinstance(letter, str):
-                    names.setdefault(letter, len(names))
+        for read in reads:
+            for _, terms in read.maps:
+                for letter, _ in terms:
+                    if not isinstance(letter, str):
+                        names.setdefault(letter, len(names))
         there = {letter: (0, ((name, 1),)) for letter, name in names.items()}
-        key = read.node, substitute(read.maps, there), tuple(sizes[letter] for letter in names)
-        known = self._parts.get(key)
+        alike = tuple([(read.node, substitute(read.maps, there)) for read in reads])
+        over = frozenset([names.get(letter, letter) for letter in summed])
+        key = what, alike, tuple([sizes[letter] for letter in names]), over
+        outer, known = self.seen, self._known.get(key)
         if known is None:
-            result = self._part(read._replace(coefficient=1), node, sizes)
-            known = self._parts[key] = result._replace(maps=substitute(result.maps, there))
+            self.seen = None if outer is None else Seen()
+            try:
+                result = compute()
+                known = self._known[key] = result._replace(maps=substitute(result.maps, there)), self.seen
+            finally:
+                self.seen = outer
+        if outer is not None:
+            outer.take(known[1])
         back = {name: (0, ((letter, 1),)) for letter, name in names.items()}
-        return Read(reduced(read.coefficient * known.coefficient), known.node, substitute(known.maps, back))
+        return known[0]._replace(maps=substitute(known[0].maps, back))
 
     def _part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
         index = dict(enumerate(read.maps))
@@ -621,7 +729,7 @@ class Table:
 
     def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of some entries of a node alone."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         return any(
             self._range(index, sizes) != (0, size - 1) for index, size in zip(read.maps, node.sizes, strict=True)
         )

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from . import attention, layers, routing, views  # noqa: F401  they enter their rows
 from .meaning import Table, Value
-from .rows import CONSTANT, ROWS, SLOPES, Call
+from .alike import Alike
+from .rows import CONSTANT, ROWS, SLOPES, Call, Row
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
 
@@ -135,9 +136,7 @@ class Reader:
     """The reading of programs into one table."""
 
     def __init__(self, table: Table, mesh: Mesh) -> None:
-        self.table, self.tensors = table, Tensors(table, mesh)
-        self._known: dict[tuple[Any, ...], tuple[Value, ...]] = {}
-        """The results of lines, by all that they read: what a backward recomputes is known from the forward."""
+        self.table, self.tensors, self.alike = table, Tensors(table, mesh), Alike(table)
         self.of_model = 0
         """The number of meanings that the model has."""
         self.other: list[str] = []
@@ -146,7 +145,7 @@ class Reader:
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, and forget what was read with one."""
         self.table.divide(axis, sizes)
-        self._known.clear()
+        self.alike.forget()
 
     def call(self, line: Line, values: Values, types: Mapping[str, Type]) -> Call:
         """Return a line with the values of what it reads."""
@@ -182,18 +181,19 @@ class Reader:
         if function is None:
             raise Refused(f"no row for `{line.op}`")
         call = self.call(line, values, types)
-        key = (line.op, _hashable(call.args), *map(id, (*call.types.values(), *line.types)), *call.kwargs.items())
-        known = self._known.get(key)
-        if known is not None:
-            return call, known
+        what = (line.op, *map(id, (*call.types.values(), *line.types)), *call.kwargs.items())
+        return call, self.alike.results(what, call.args, lambda: self._meant(function, call))
+
+    def _meant(self, function: Row, call: Call) -> Sequence[Value]:
+        """Return what a row makes of a call."""
         meant = function(call)
         results = (meant,) if isinstance(meant, Value) else meant
         if call.kwargs:
-            raise Refused(f"{line.op} with `{next(iter(call.kwargs))}` has no rule")
-        if any(type_.packed for type_ in line.types):
-            results = tuple(self._packed(call, type_, value) for type_, value in zip(line.types, results, strict=True))
-        self._known[key] = results
-        return call, results
+            raise Refused(f"{call.line.op} with `{next(iter(call.kwargs))}` has no rule")
+        types = call.line.types
+        if any(type_.packed for type_ in types):
+            return [self._packed(call, type_, value) for type_, value in zip(types, results, strict=True)]
+        return results
 
     def _packed(self, call: Call, type_: Type, value: Value) -> Value:
         """Return a result with the mark of which rows are present, which those of its operands have too."""
@@ -342,7 +342,9 @@ class Reader:
             try:
                 call.results, call.grads = results, grads
                 first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
-                parts = slope(call, first, results[0])
+                what = ("gradients", call.line.op, *map(id, (*call.types.values(), *call.line.types)), *call.line.kwargs.items())
+                operands = call.args, first, results, grads
+                parts = self.alike.results(what, operands, lambda: slope(call, first, results[0]))
             except Refused as error:
                 raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
             for name, part in zip(names_in(call.line.args), parts, strict=True):
@@ -353,11 +355,8 @@ class Reader:
     def _sum(self, parts: list[Value]) -> Value | None:
         if len(parts) < 2:
             return parts[0] if parts else None
-        return self.tensors.plus(*parts)
-
-
-def _hashable(args: Any) -> Any:
-    return tuple(map(_hashable, args)) if isinstance(args, list) or type(args) is tuple else args
+        (total,) = self.alike.results("sum", parts, lambda: [self.tensors.plus(*parts)])
+        return total
 
 
 def _values(args: Sequence[Any]) -> list[Value]:

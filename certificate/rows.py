@@ -255,7 +255,7 @@ def largest(t: Tensors, x: Value, dim: int) -> Value:
 @function
 def nonzero(t: Tensors, x: Item) -> Item:
     """Return 1 where entries are not 0, as the results of comparisons are."""
-    if isinstance(x, Value) and x.coefficient == 1 and t.table.nodes[x.node].op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if isinstance(x, Value) and x.coefficient == 1 and t.table.node(x.node).op in ("eq", "ne", "lt", "le", "gt", "ge"):
         return x
     return t.pointwise("ne", [_value(t, x), t.constant(0)])
 
