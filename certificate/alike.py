@@ -66,6 +66,15 @@ class Template(NamedTuple):
         return nodes
 
 
+    def seen(self, nodes: Sequence[int]) -> Seen:
+        """Return what is seen and made with these nodes."""
+        seen = Seen()
+        seen.looked = dict.fromkeys([nodes[place] for place, _, _ in self.looks])
+        seen.made = [(nodes[step.place], step.shape, tuple([nodes[at] for at in step.operands])) for step in self.steps]
+        seen.agreed = [(nodes[place], fact) for place, fact in self.facts]
+        return seen
+
+
 class Alike:
     """The templates of one table."""
 
@@ -77,6 +86,12 @@ class Alike:
         """Forget all templates, as the axes are counted otherwise now."""
         self._templates.clear()
 
+    def value(self, what: Hashable, operands: Sequence[Value], compute: Callable[..., Value]) -> Value:
+        """Return what is computed of values; ``what`` says all else that it depends on."""
+        (value,) = self.results(what, operands, lambda: [compute(*operands)])
+        assert value is not None
+        return value
+
     def results(self, what: Hashable, operands: Any, compute: Callable[[], Results]) -> Results:
         """Return what is computed of operands; ``what`` says all else that it depends on."""
         table = self.table
@@ -84,14 +99,19 @@ class Alike:
         alike = _with_places(operands, places)
         key = what, alike, tuple([table.looks[at] for at in places])
         known = self._templates.setdefault(key, [])
-        for template in known:
-            if (nodes := template.nodes(table, list(places))) is not None:
-                return [_with_nodes(value, nodes) for value in template.results]
-        table.seen = seen = Seen()
+        outer, table.seen = table.seen, None
         try:
+            for template in known:
+                if (nodes := template.nodes(table, list(places))) is not None:
+                    if outer is not None:
+                        outer.take(template.seen(nodes))
+                    return [_with_nodes(value, nodes) for value in template.results]
+            table.seen = seen = Seen()
             results = compute()
         finally:
-            table.seen = None
+            table.seen = outer
+        if outer is not None:
+            outer.take(seen)
         if not seen.deep and len(seen.looked) <= MOST_LOOKED and len(known) < _MOST_TEMPLATES:
             known.append(_template(table, seen, places, results))
         return results
@@ -110,6 +130,11 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))
     facts = [(places[at], fact) for at, fact in seen.agreed]
     return Template(looks, steps, facts, _with_places(results, places))
+
+
+def frozen(item: Any) -> Hashable:
+    """Return arguments without values as what is equal for equal ones alone."""
+    return _with_places(item, {})
 
 
 def _with_places(item: Any, places: dict[int, int]) -> Any:

@@ -51,7 +51,7 @@ from .text import Refused
 
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
-MOST_LOOKED = 64
+MOST_LOOKED = 1000
 """The most nodes that a computation looks at whose result is known for other nodes that look the same."""
 MOST_TERMS = 6
 """The number of terms from which sums of a model get names."""

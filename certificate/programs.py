@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import attention, layers, routing, views  # noqa: F401  they enter their rows
 from .meaning import Table, Value
-from .alike import Alike
+from .alike import Alike, frozen
 from .rows import CONSTANT, ROWS, SLOPES, Call, Row
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
@@ -137,6 +137,8 @@ class Reader:
 
     def __init__(self, table: Table, mesh: Mesh) -> None:
         self.table, self.tensors, self.alike = table, Tensors(table, mesh), Alike(table)
+        self._texts: dict[tuple[str, str], int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self.of_model = 0
         """The number of meanings that the model has."""
         self.other: list[str] = []
@@ -241,15 +243,7 @@ class Reader:
                 called = program.functions.get(line.op)
                 if called is not None:
                     self._demand_call(called, line, types)
-                    back = self.run(program, called, self.call(line, values, types).args)
-                    if back.coming:
-                        raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
-                    if any(
-                        t is not NO_TYPE and kind_of(t) != kind
-                        for t, kind in zip(line.types, back.kinds.values(), strict=False)
-                    ):
-                        raise Refused(f"`{line.op}` returns numbers of another kind")
-                    results = tuple(back.values.values())
+                    results = self._called(program, called, line, self.call(line, values, types).args)
                 elif line.op == "parc.all_reduce_among":
                     operand, axis, ranks = line.args
                     results = ((yield (axis, tuple(ranks)), values[operand.name]),)
@@ -274,6 +268,41 @@ class Reader:
             return Returned(returned, frozenset(messages.left(function.returns)), kinds)
         except Refused as error:
             raise Refused(f"{program.file}: {error}") from None
+
+    def _called(
+        self, program: Program, called: Function, line: Line, operands: tuple[Any, ...]
+    ) -> Sequence[Value]:
+        """Return what a function that a line calls returns."""
+
+        def compute() -> Sequence[Value]:
+            back = self.run(program, called, operands)
+            if back.coming:
+                raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
+            kinds = zip(line.types, back.kinds.values(), strict=False)
+            if any(type_ is not NO_TYPE and kind_of(type_) != kind for type_, kind in kinds):
+                raise Refused(f"`{line.op}` returns numbers of another kind")
+            return list(back.values.values())
+
+        return self.alike.results((self._text(program, called), *map(id, line.types)), operands, compute)
+
+    def _text(self, program: Program, function: Function) -> int:
+        """Return a number that functions of the same parameters and lines have, with the functions that they call."""
+        key = program.file, function.name
+        known = self._texts.get(key)
+        if known is None:
+            lines = [
+                (
+                    self._text(program, program.functions[line.op]) if line.op in program.functions else line.op,
+                    line.results,
+                    line.types,
+                    frozen(line.args),
+                    frozen(list(line.kwargs.items())),
+                )
+                for line in function.lines
+            ]
+            text = tuple(parameter[:2] for parameter in function.parameters), tuple(lines), function.returns
+            known = self._texts[key] = self._numbers.setdefault(text, len(self._numbers))
+        return known
 
     def _demand_call(self, called: Function, line: Line, types: Mapping[str, Type]) -> None:
         """Refuse operands of another kind than a function says that they are."""
@@ -355,8 +384,7 @@ class Reader:
     def _sum(self, parts: list[Value]) -> Value | None:
         if len(parts) < 2:
             return parts[0] if parts else None
-        (total,) = self.alike.results("sum", parts, lambda: [self.tensors.plus(*parts)])
-        return total
+        return self.alike.value("sum", parts, self.tensors.plus)
 
 
 def _values(args: Sequence[Any]) -> list[Value]:

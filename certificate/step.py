@@ -225,7 +225,9 @@ class Step:
 
     def over_microbatches(self, value: Value) -> Value:
         """Return the sum of a value over all microbatches."""
-        return self.tensors.over(value, [MICROBATCH]) if self.microbatches > 1 else value
+        if self.microbatches == 1:
+            return value
+        return self.reader.alike.value("microbatches", [value], lambda value: self.tensors.over(value, [MICROBATCH]))
 
     # ---- the programs
 
@@ -368,7 +370,8 @@ class Step:
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
                 before = {
-                    f"gradient {key}": self.tensors.plus(total, own[key], by=(1, -1)) for key, total in sums.items()
+                    f"gradient {key}": self.reader.alike.value("before", [total, own[key]], self._difference)
+                    for key, total in sums.items()
                 }
                 at_end = self.run(program, {**known, **before}, function=last)
                 begun = self._last(program, at_end, each)
@@ -379,6 +382,9 @@ class Step:
                 gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
         if sent:
             raise Refused(f"the first stage sends `{min(sent)}`")
+
+    def _difference(self, one: Value, other: Value) -> Value:
+        return self.tensors.plus(one, other, by=(1, -1))
 
     def _last(self, program: Program, at_end: Returned, each: Mapping[str, Value]) -> dict[str, Value]:
         """Return the gradients that the last backward adds to those of earlier microbatches, and begins to reduce.
@@ -476,7 +482,10 @@ class Step:
             gradient = names.get(name)
             if gradient is None:
                 return value
-            expected = self.tensors.cut(self.gradients[gradient], self.stored[gradient])
+            type_ = self.stored[gradient]
+            expected = self.reader.alike.value(
+                ("piece", id(type_)), [self.gradients[gradient]], lambda value: self.tensors.cut(value, type_)
+            )
             self.same(program, f"gradient {gradient}", value, expected)
             return symbols[gradient]
 
