@@ -70,8 +70,10 @@ class Template(NamedTuple):
         """Return what is seen and made with these nodes."""
         seen = Seen()
         seen.looked = dict.fromkeys([nodes[place] for place, _, _ in self.looks])
-        seen.made = [(nodes[step.place], step.shape, tuple([nodes[at] for at in step.operands])) for step in self.steps]
-        seen.agreed = [(nodes[place], fact) for place, fact in self.facts]
+        seen.made = {
+            (nodes[step.place], step.shape, tuple([nodes[at] for at in step.operands])): None for step in self.steps
+        }
+        seen.agreed = {(nodes[place], fact): None for place, fact in self.facts}
         return seen
 
 
@@ -124,7 +126,7 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
         if (place := places.get(at)) is not None:  # else it is made below
             operands = tuple([places.setdefault(read.node, len(places)) for read in table.nodes[at].reads])
             looks.append((place, table.looks[at], operands))
-    for at, shape, reads in dict.fromkeys(seen.made):
+    for at, shape, reads in seen.made:
         operands = tuple([places[read] for read in reads])
         leaf = at if shape < 0 else None
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))

@@ -85,20 +85,19 @@ class Seen:
     def __init__(self) -> None:
         self.looked: dict[int, None] = {}
         """The nodes that were looked at, in this order."""
-        self.made: list[tuple[int, int, tuple[int, ...]]] = []
+        self.made: dict[tuple[int, int, tuple[int, ...]], None] = {}
         """Nodes, each with the number of its shape and what it reads; -1 for the leaves that rows name."""
-        self.agreed: list[tuple[int, Hashable]] = []
+        self.agreed: dict[tuple[int, Hashable], None] = {}
         self.deep = False
         """True where more was seen than is worth to compare."""
 
     def take(self, other: Seen | None) -> None:
         """Add what another computation, a part of this one, has seen and made."""
-        if other is None or other.deep or len(self.looked) > MOST_LOOKED:
-            self.deep = True
-        else:
+        self.deep = self.deep or other is None or other.deep or len(self.looked) > MOST_LOOKED
+        if other is not None and not self.deep:
             self.looked.update(other.looked)
-            self.made += other.made
-            self.agreed += other.agreed
+            self.made.update(other.made)
+            self.agreed.update(other.agreed)
 
 
 class Value(NamedTuple):
@@ -215,7 +214,7 @@ class Table:
                 at = self._leaf("named sum", sizes, at)
             self._index[shape, operands] = at
         if self.seen is not None:
-            self.seen.made.append((at, shape, operands))
+            self.seen.made[at, shape, operands] = None
         return at
 
     def commutes(self, shape: int) -> bool:
@@ -226,7 +225,7 @@ class Table:
         """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
         at = self._leaf(name, tuple(sizes), args)
         if self.seen is not None:
-            self.seen.made.append((at, -1, ()))
+            self.seen.made[at, -1, ()] = None
         return at
 
     def _leaf(self, name: str, sizes: tuple[int, ...], args: Hashable) -> int:
@@ -245,7 +244,7 @@ class Table:
     def agree(self, at: int, fact: Hashable) -> bool:
         """Return whether a fact is what was first said of a node."""
         if self.seen is not None:
-            self.seen.agreed.append((at, fact))
+            self.seen.agreed[at, fact] = None
         return self.facts.setdefault(at, fact) == fact
 
     def fresh(self) -> Letter:
@@ -700,7 +699,8 @@ class Table:
             self.seen = None if outer is None else Seen()
             try:
                 result = compute()
-                known = self._known[key] = result._replace(maps=substitute(result.maps, there)), self.seen
+                seen = None if self.seen is None or self.seen.deep else self.seen
+                known = self._known[key] = result._replace(maps=substitute(result.maps, there)), seen
             finally:
                 self.seen = outer
         if outer is not None:
