@@ -1,9 +1,9 @@
-"""What is alike is computed once: the lines of equal layers, their gradients, and what every stage does.
+"""Templates: computations that are done once for all that is alike, such as equal layers and stages.
 
-What a row makes of its operands depends on what it sees of the table: how nodes look, which of them are one, and, where
+A row makes of its operands what depends on what it sees of the table: how nodes look, which of them are one, and, where
 operands commute, their order. So its result for some operands is its result for others that look the same, with other
 nodes in it. A `Template` has what was seen once (`Seen`), and does it again for other nodes: it compares how they look,
-and makes what was made. What a row derives from how nodes look is true of all nodes that look so.
+and makes what was made. All that a row derives from how nodes look is true of all nodes that look so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .meaning import MOST_LOOKED, Look, Seen, Table, Value
+from .meaning import Table, Value
+from .nodes import MOST_LOOKED, Look, Seen
 
 _MOST_TEMPLATES = 16
 """The most templates of one operator and operands that are read in one way."""
@@ -65,7 +66,6 @@ class Template(NamedTuple):
             return None
         return nodes
 
-
     def seen(self, nodes: Sequence[int]) -> Seen:
         """Return what is seen and made with these nodes."""
         seen = Seen()
@@ -90,11 +90,10 @@ class Alike:
 
     def value(self, what: Hashable, operands: Sequence[Value], compute: Callable[..., Value]) -> Value:
         """Return what is computed of values; ``what`` says all else that it depends on."""
-        (value,) = self.results(what, operands, lambda: [compute(*operands)])
-        assert value is not None
+        value: Value = self.results(what, operands, lambda: [compute(*operands)])[0]
         return value
 
-    def results(self, what: Hashable, operands: Any, compute: Callable[[], Results]) -> Results:
+    def results(self, what: Hashable, operands: Any, compute: Callable[[], Results]) -> list[Any]:
         """Return what is computed of operands; ``what`` says all else that it depends on."""
         table = self.table
         places = {table.one: 0, table.delta: 1}
@@ -116,7 +115,7 @@ class Alike:
             outer.take(seen)
         if not seen.deep and len(seen.looked) <= MOST_LOOKED and len(known) < _MOST_TEMPLATES:
             known.append(_template(table, seen, places, results))
-        return results
+        return list(results)
 
 
 def _template(table: Table, seen: Seen, places: dict[int, int], results: Results) -> Template:
@@ -136,7 +135,7 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
 
 def frozen(item: Any) -> Hashable:
     """Return arguments without values as what is equal for equal ones alone."""
-    return _with_places(item, {})
+    return (_with_places(item, {}),)
 
 
 def _with_places(item: Any, places: dict[int, int]) -> Any:

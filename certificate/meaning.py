@@ -47,57 +47,11 @@ from .letters import (
     reduced,
     substitute,
 )
+from .nodes import Node, Nodes, Seen
 from .text import Refused
 
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
-MOST_LOOKED = 1000
-"""The most nodes that a computation looks at whose result is known for other nodes that look the same."""
-MOST_TERMS = 6
-"""The number of terms from which sums of a model get names."""
-
-
-class Node(NamedTuple):
-    """A node: operator, other arguments, sizes of its loops and of its inner letters, and what it reads. Letters count
-    loops first and inner letters behind them."""
-
-    op: str
-    args: Hashable
-    sizes: tuple[int, ...]
-    inner: tuple[int, ...]
-    reads: tuple[Read, ...]
-
-
-Index = tuple[Number, Maps]
-"""How a node is read: a coefficient in front, and the maps."""
-Shape = tuple[str, Hashable, tuple[int, ...], tuple[int, ...], tuple[Index, ...]]
-"""All of a node but which nodes it reads: operator, other arguments, sizes and inner sizes, and how it reads."""
-Look = tuple[int, frozenset[int]]
-"""What is seen of a node beside which nodes it reads: the number of its shape, and the loops that identity matrices
-compare. The names of leaves are not seen."""
-
-
-class Seen:
-    """What a computation has seen of a table, and made in it."""
-
-    __slots__ = ("agreed", "deep", "looked", "made")
-
-    def __init__(self) -> None:
-        self.looked: dict[int, None] = {}
-        """The nodes that were looked at, in this order."""
-        self.made: dict[tuple[int, int, tuple[int, ...]], None] = {}
-        """Nodes, each with the number of its shape and what it reads; -1 for the leaves that rows name."""
-        self.agreed: dict[tuple[int, Hashable], None] = {}
-        self.deep = False
-        """True where more was seen than is worth to compare."""
-
-    def take(self, other: Seen | None) -> None:
-        """Add what another computation, a part of this one, has seen and made."""
-        self.deep = self.deep or other is None or other.deep or len(self.looked) > MOST_LOOKED
-        if other is not None and not self.deep:
-            self.looked.update(other.looked)
-            self.made.update(other.made)
-            self.agreed.update(other.agreed)
 
 
 class Value(NamedTuple):
@@ -151,33 +105,17 @@ def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
 
-class Table:
-    """The one table of nodes. Equal meanings have equal numbers."""
+class Table(Nodes):
+    """The one table of nodes, in normal form. Equal meanings have equal numbers."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
+        super().__init__()
         self.mesh = dict(mesh)
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
-        self.nodes: list[Node] = []
-        """All nodes. What computes asks `node` for one."""
-        self.looks: list[Look] = []
-        """How each node looks to what computes with it."""
-        self._shapes: dict[Hashable, int] = {}
-        self._known_shapes: list[Shape] = []
-        self._index: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._leaves: dict[Hashable, int] = {}
         self._fresh = 0
-        self.naming = False
-        """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
-        and others then has few terms. What is equal gets the name too, if all its terms are there together."""
         self._known: dict[Hashable, tuple[Read, Seen | None]] = {}
-        self.seen: Seen | None = None
-        """What is seen and made by what computes now, if that is recorded."""
-        self.one = self.add(self._shape("one", (), (), (), ()), ())
-        self.delta = self.add(self._shape("delta", (), (0, 0), (), ()), ())
-        """The identity matrix: 1 where its two indices are equal, of any size."""
         self.zero = Value(0, self.one, (), ())
-        self.facts: dict[int, Hashable] = {}
 
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, of these sizes.
@@ -190,62 +128,6 @@ class Table:
             raise Refused(f"`{axis}` is split over parts of a dim")
         self.axes[axis] = letters
         self.mesh.update((name, size) for size, name in letters)
-
-    def _shape(
-        self, op: str, args: Hashable, sizes: tuple[int, ...], inner: tuple[int, ...], indices: Sequence[Index]
-    ) -> int:
-        """Return the number of a shape: all of a node but which nodes it reads."""
-        shape = op, args, sizes, inner, tuple(indices)
-        at = self._shapes.setdefault(shape, len(self._shapes))
-        if at == len(self._known_shapes):
-            self._known_shapes.append(shape)
-        return at
-
-    def add(self, shape: int, operands: tuple[int, ...]) -> int:
-        """Return the node of a shape that reads some nodes, or the name of the sum that this is."""
-        at = self._index.get((shape, operands))
-        if at is None:
-            op, args, sizes, inner, indices = self._known_shapes[shape]
-            at = len(self.nodes)
-            reads = tuple(Read(c, node, maps) for node, (c, maps) in zip(operands, indices, strict=True))
-            self.nodes.append(Node(op, args, sizes, inner, reads))
-            self.looks.append((shape, self._compared(op, len(sizes), reads)))
-            if self.naming and op == "sum" and len(operands) >= MOST_TERMS:
-                at = self._leaf("named sum", sizes, at)
-            self._index[shape, operands] = at
-        if self.seen is not None:
-            self.seen.made[at, shape, operands] = None
-        return at
-
-    def commutes(self, shape: int) -> bool:
-        """Return whether the operands of a shape stand in the order of their numbers."""
-        return self._known_shapes[shape][0] in ("sum", "product")
-
-    def leaf(self, name: str, sizes: Sequence[int], args: Hashable = ()) -> int:
-        """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
-        at = self._leaf(name, tuple(sizes), args)
-        if self.seen is not None:
-            self.seen.made[at, -1, ()] = None
-        return at
-
-    def _leaf(self, name: str, sizes: tuple[int, ...], args: Hashable) -> int:
-        at = self._leaves.setdefault((name, sizes, args), len(self.nodes))
-        if at == len(self.nodes):
-            self.nodes.append(Node(name, args, sizes, (), ()))
-            self.looks.append((self._shape("leaf", (), sizes, (), ()), frozenset()))
-        return at
-
-    def node(self, at: int) -> Node:
-        """Return a node, of which all is seen but the name of a leaf."""
-        if self.seen is not None:
-            self.seen.looked[at] = None
-        return self.nodes[at]
-
-    def agree(self, at: int, fact: Hashable) -> bool:
-        """Return whether a fact is what was first said of a node."""
-        if self.seen is not None:
-            self.seen.agreed[at, fact] = None
-        return self.facts.setdefault(at, fact) == fact
 
     def fresh(self) -> Letter:
         """Return a letter that nothing else has."""
@@ -328,7 +210,7 @@ class Table:
         return result if coefficient == 1 else self._scaled(result, coefficient)
 
     def _scaled(self, read: Read, by: Number) -> Read:
-        """Return a multiple of a read that is not zero."""
+        """Return a multiple of a read."""
         return Read(reduced(read.coefficient * by), read.node, read.maps)
 
     def _product(
@@ -487,7 +369,9 @@ class Table:
         common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes)
+            return self._pure(
+                1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes
+            )
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
 
@@ -656,15 +540,6 @@ class Table:
             return True
         terms = (self.node(term.node) for term in node.reads)
         return all(term.op == "product" and any(r.node == self.delta for r in term.reads) for term in terms)
-
-    def _compared(self, op: str, loops: int, reads: Sequence[Read]) -> frozenset[int]:
-        """Return the loops of a node that its identity matrices compare."""
-        if op not in ("sum", "product"):
-            return frozenset()
-        indices: list[Affine] = []
-        for read in reads:
-            indices += read.maps if read.node == self.delta else [read.maps[at] for at in self.looks[read.node][1]]
-        return frozenset(letter for _, terms in indices for letter, _ in terms if letter in range(loops))
 
     def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
         """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and

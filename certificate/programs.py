@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Generator, Hashable, Iterable,
 from typing import Any, NamedTuple
 
 from . import attention, layers, routing, views  # noqa: F401  they enter their rows
-from .meaning import Table, Value
 from .alike import Alike, frozen
-from .rows import CONSTANT, ROWS, SLOPES, Call, Row
+from .meaning import Table, Value
+from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
 
@@ -173,7 +173,7 @@ class Reader:
         kwargs = {key: resolved(item) for key, item in line.kwargs.items() if key != "message"}
         return Call(self.tensors, line, args, operands, kwargs)
 
-    def line(self, line: Line, values: Values, types: Mapping[str, Type]) -> tuple[Call, tuple[Value, ...]]:
+    def line(self, line: Line, values: Values, types: Mapping[str, Type]) -> tuple[Call, Sequence[Value]]:
         """Return a line with its operands, and what its operator makes.
 
         Raises:
@@ -183,8 +183,11 @@ class Reader:
         if function is None:
             raise Refused(f"no row for `{line.op}`")
         call = self.call(line, values, types)
-        what = (line.op, *map(id, (*call.types.values(), *line.types)), *call.kwargs.items())
-        return call, self.alike.results(what, call.args, lambda: self._meant(function, call))
+        return call, self.alike.results(self._what(call, call.kwargs), call.args, lambda: self._meant(function, call))
+
+    def _what(self, call: Call, kwargs: Mapping[str, Any]) -> Hashable:
+        """Return all that a call's results depend on but its operands. Equal types of programs are one object."""
+        return call.line.op, *map(id, (*call.types.values(), *call.line.types)), frozen(list(kwargs.items()))
 
     def _meant(self, function: Row, call: Call) -> Sequence[Value]:
         """Return what a row makes of a call."""
@@ -269,9 +272,7 @@ class Reader:
         except Refused as error:
             raise Refused(f"{program.file}: {error}") from None
 
-    def _called(
-        self, program: Program, called: Function, line: Line, operands: tuple[Any, ...]
-    ) -> Sequence[Value]:
+    def _called(self, program: Program, called: Function, line: Line, operands: tuple[Any, ...]) -> Sequence[Value]:
         """Return what a function that a line calls returns."""
 
         def compute() -> Sequence[Value]:
@@ -319,8 +320,6 @@ class Reader:
         if type_ is NO_TYPE:
             return
         if value.shape != type_.local:
-            if value is self.table.zero:
-                return
             raise Refused(f"{where}: `{name}` has the shape {list(value.shape)}, and its type says {list(type_.local)}")
         if not value.axes <= {*type_.axes, *(f"~{axis}" for axis in type_.axes), "#"}:
             other = sorted(value.axes - type_.axes - {"#"})
@@ -328,7 +327,7 @@ class Reader:
 
     # ---- gradients
 
-    def forward(self, function: Function, values: Values) -> list[tuple[Call, tuple[Value, ...]]]:
+    def forward(self, function: Function, values: Values) -> list[tuple[Call, Sequence[Value]]]:
         """Run a model's function; return its calls with their results. ``values`` gets every value by name."""
         types = {parameter.name: parameter.type for parameter in function.parameters}
         calls = []
@@ -345,7 +344,7 @@ class Reader:
         return calls
 
     def gradients(
-        self, calls: Sequence[tuple[Call, tuple[Value, ...]]], start: Mapping[str, Value], wanted: Sequence[str]
+        self, calls: Sequence[tuple[Call, Sequence[Value]]], start: Mapping[str, Value], wanted: Sequence[str]
     ) -> dict[str, Value]:
         """Return the gradients of ``wanted`` parameters, for those in ``start`` of results."""
         needs = set(wanted)
@@ -369,17 +368,22 @@ class Reader:
             if slope is None:
                 raise Refused(f"model.py:{call.line.row}: no derivative for `{call.line.op}` ({call.line.origin})")
             try:
-                call.results, call.grads = results, grads
-                first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
-                what = ("gradients", call.line.op, *map(id, (*call.types.values(), *call.line.types)), *call.line.kwargs.items())
-                operands = call.args, first, results, grads
-                parts = self.alike.results(what, operands, lambda: slope(call, first, results[0]))
+                parts = self._parts(slope, call, results, grads)
             except Refused as error:
                 raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
             for name, part in zip(names_in(call.line.args), parts, strict=True):
                 if part is not None and name in needs:
                     total.setdefault(name, []).append(part)
         return {name: value for name in wanted if (value := self._sum(total.get(name, []))) is not None}
+
+    def _parts(
+        self, slope: Slope, call: Call, results: Sequence[Value], grads: Sequence[Value | None]
+    ) -> Sequence[Value | None]:
+        """Return the gradients of a call's operands, for those of its results."""
+        call.results, call.grads = results, grads
+        first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
+        what = "gradients", self._what(call, call.line.kwargs)
+        return self.alike.results(what, (call.args, first, results, grads), lambda: slope(call, first, results[0]))
 
     def _sum(self, parts: list[Value]) -> Value | None:
         if len(parts) < 2:

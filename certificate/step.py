@@ -275,6 +275,7 @@ class Step:
         self.loads: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.partial: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
+        self.pieces = {name: self._piece(name) for name in self.gradients}  # first: it says how to count ranks
         self._ahead()
         trains = any(action == "B" for _, action in self.build.programs)
         saved = self._forwards()
@@ -300,6 +301,15 @@ class Step:
                 raise Refused(f"{program.file}: is no part of a step")
         proof.nodes = len(self.table.nodes)
         return proof
+
+    def _piece(self, name: str) -> Value:
+        """Return a rank's piece of the model's gradient of a parameter."""
+        type_ = self.stored.get(name)
+        if type_ is None:
+            raise Refused(f"the manifest stores no `{name}`")
+        return self.reader.alike.value(
+            ("piece", id(type_)), [self.gradients[name]], lambda value: self.tensors.cut(value, type_)
+        )
 
     def _ahead(self) -> None:
         """Run what comes before the work of a step."""
@@ -434,8 +444,6 @@ class Step:
             role: {**self.shared, **{f"gradient {key}": value for key, value in parts.items()}}
             for role, parts in self.partial.items()
         }
-        if unknown := sorted(self.gradients.keys() - self.stored.keys()):
-            raise Refused(f"the manifest stores no `{unknown[0]}`")
         symbols = {
             name: self.tensors.piece(self.table.leaf(f"gradient {name}", self.stored[name].shape), self.stored[name])
             for name in self.gradients
@@ -482,11 +490,7 @@ class Step:
             gradient = names.get(name)
             if gradient is None:
                 return value
-            type_ = self.stored[gradient]
-            expected = self.reader.alike.value(
-                ("piece", id(type_)), [self.gradients[gradient]], lambda value: self.tensors.cut(value, type_)
-            )
-            self.same(program, f"gradient {gradient}", value, expected)
+            self.same(program, f"gradient {gradient}", value, self.pieces[gradient])
             return symbols[gradient]
 
         return settle
