@@ -29,8 +29,8 @@ Index = tuple[Number, Maps]
 Shape = tuple[str, Hashable, tuple[int, ...], tuple[int, ...], tuple[Index, ...]]
 """A node without the numbers of what it reads: operator, other arguments, sizes and inner sizes, and how it reads."""
 Look = tuple[int, frozenset[int]]
-"""The things that are seen of a node beside the numbers of what it reads: the number of its shape, and the loops that identity matrices
-compare. The names of leaves are not seen."""
+"""The look of a node: the number of its shape, and the loops that identity matrices compare. Beside it, what the node
+reads is seen, but no name of a leaf."""
 
 
 class Seen:
