@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from .letters import Maps
 from .meaning import Table, Value
 from .nodes import MOST_LOOKED, Look, Seen
 
@@ -37,6 +38,7 @@ class Template(NamedTuple):
     looks: list[tuple[int, Look, tuple[int, ...]]]
     steps: list[_Step]
     facts: list[tuple[int, Hashable]]
+    parts: list[tuple[int, int, Maps]]
     results: Any
 
     def nodes(self, table: Table, nodes: list[int]) -> list[int] | None:
@@ -64,6 +66,8 @@ class Template(NamedTuple):
                 return None
         if len(set(nodes)) < len(nodes) or not all(table.agree(nodes[place], fact) for place, fact in self.facts):
             return None
+        for part, whole, maps in self.parts:
+            table.keep_whole(nodes[part], nodes[whole], maps)
         return nodes
 
     def seen(self, nodes: Sequence[int]) -> Seen:
@@ -73,6 +77,7 @@ class Template(NamedTuple):
         seen.made = {
             (nodes[step.place], step.shape, tuple([nodes[at] for at in step.operands])): None for step in self.steps
         }
+        seen.parts = {(nodes[part], nodes[whole], maps): None for part, whole, maps in self.parts}
         seen.agreed = {(nodes[place], fact): None for place, fact in self.facts}
         return seen
 
@@ -130,7 +135,8 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
         leaf = at if shape < 0 else None
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))
     facts = [(places[at], fact) for at, fact in seen.agreed]
-    return Template(looks, steps, facts, _with_places(results, places))
+    parts = [(places[part], places[whole], maps) for part, whole, maps in seen.parts]
+    return Template(looks, steps, facts, parts, _with_places(results, places))
 
 
 def frozen(item: Any) -> Hashable:

@@ -92,6 +92,40 @@ def length_of(letter: Letter, sizes: Mapping[Letter, int], mesh: Mapping[str, in
     return mesh[letter.removeprefix("~")] if size is None else size
 
 
+def range_of(index: Affine, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Return the least and the largest number of an index."""
+    low = high = index[0]
+    for letter, stride in index[1]:
+        reach = stride * (length_of(letter, sizes, mesh) - 1)
+        low, high = low + min(reach, 0), high + max(reach, 0)
+    return low, high
+
+
+def apart(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> bool | None:
+    """Return whether two indices are never equal, or (False) always; None where it depends on letters."""
+    (one, first), (other, second) = maps
+    strides = dict(first)
+    for letter, stride in second:
+        strides[letter] = strides.get(letter, 0) - stride
+    low, high = range_of((one - other, tuple(strides.items())), sizes, mesh)
+    return False if low == high == 0 else True if low > 0 or high < 0 else None
+
+
+def digits(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> tuple[Maps, Maps] | None:
+    """Return two indices as their higher and their lower digits, where these compare separately."""
+    for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
+        high: list[Affine] = []
+        low: list[Affine] = []
+        for offset, terms in maps:
+            high.append((offset // base, tuple((k, s // base) for k, s in terms if s % base == 0)))
+            low.append((offset % base, tuple((k, s) for k, s in terms if s % base)))
+        ends = [range_of(index, sizes, mesh) for index in low]
+        separate = all(least >= 0 and most < base for least, most in ends)
+        if separate and all(any(index[1] or index[0] for index in part) for part in (high, low)):
+            return tuple(high), tuple(low)
+    return None
+
+
 Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
 """Joined letters by the most minor of them: each with its stride in the joined letter, and the size of that."""
 Terms = Sequence[Sequence[Sequence[tuple[Letter, int]]]]
@@ -196,11 +230,11 @@ def numbered(
     terms: Terms,
     order: Sequence[int],
     inside: frozenset[Letter],
-    own: Sequence[Letter],
+    alone: Sequence[Letter],
     keep: Sequence[Letter],
 ) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
     """Return the reads in an order, with letters numbered as they are first read, and these letters."""
-    entry, within = dict.fromkeys(own), dict.fromkeys(keep)
+    entry, within = dict.fromkeys(alone), dict.fromkeys(keep)
     for at in order:
         for row in terms[at]:
             for letter, _ in row:

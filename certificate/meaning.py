@@ -36,7 +36,9 @@ from .letters import (
     Maps,
     Number,
     Read,
+    apart,
     components,
+    digits,
     joined_letters,
     length_of,
     nested,
@@ -44,6 +46,7 @@ from .letters import (
     ordered,
     orders_of,
     product_of,
+    range_of,
     reduced,
     substitute,
 )
@@ -101,6 +104,10 @@ class DivideAxis(Exception):
         self.axis, self.sizes = axis, sizes
 
 
+def _letters(read: Read) -> set[Letter]:
+    return {letter for _, terms in read.maps for letter, _ in terms}
+
+
 def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
@@ -143,11 +150,11 @@ class Table(Nodes):
         reads: Sequence[Read],
         sizes: Mapping[Letter, int],
         inner: Iterable[Letter] = (),
-        own: Sequence[Letter] = (),
+        alone: Sequence[Letter] = (),
         commutes: bool = False,
         keep: Sequence[Letter] = (),
     ) -> tuple[int, Maps, Number]:
-        """Return the node of an operator, the index of each of its loops, and a coefficient in front. ``own`` are
+        """Return the node of an operator, the index of each of its loops, and a coefficient in front. ``alone`` are
         letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
@@ -155,7 +162,7 @@ class Table(Nodes):
         groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
         best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
         for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
-            candidate = numbered(reads, terms, order, inside, own, keep)
+            candidate = numbered(reads, terms, order, inside, alone, keep)
             if best is None or candidate[0] < best[0]:
                 best = candidate
         assert best is not None
@@ -179,7 +186,7 @@ class Table(Nodes):
         reads: Sequence[Read],
         sizes: Mapping[Letter, int],
         summed: Iterable[Letter] = (),
-        closed: int | None = None,
+        closed: Collection[int] = (),
     ) -> Read:
         """Return a product of reads, summed over some letters, in normal form. The places in a ``closed`` node are as
         simple as they get."""
@@ -197,16 +204,16 @@ class Table(Nodes):
         if not coefficient:
             return Read(0, self.one, ())
         used = {letter for read in factors for _, terms in read.maps for letter, _ in terms}
-        left = set()
+        left, done = set(), frozenset(closed)
         for letter in summed:
             if letter in used:
                 left.add(letter)
             else:
                 coefficient *= length_of(letter, sizes, self.mesh)
         if left:
-            result = self._once(closed, factors, sizes, left, lambda: self._product(factors, sizes, left, closed))
+            result = self._once(done, factors, sizes, left, lambda: self._product(factors, sizes, left, done))
         else:
-            result = self._product(factors, sizes, left, closed)
+            result = self._product(factors, sizes, left, done)
         return result if coefficient == 1 else self._scaled(result, coefficient)
 
     def _scaled(self, read: Read, by: Number) -> Read:
@@ -214,15 +221,19 @@ class Table(Nodes):
         return Read(reduced(read.coefficient * by), read.node, read.maps)
 
     def _product(
-        self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: int | None
+        self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: frozenset[int]
     ) -> Read:
         """Return the product of factors that are no products themselves, summed over letters that some of them have."""
         for at, read in enumerate(factors):
             node = self.node(read.node)
-            if node.op in ("sum", "product") and read.node != closed and self.touches(read, summed, sizes):
+            if node.op not in ("sum", "product") or read.node in closed:
+                continue
+            if (len(factors) > 1 and self.look(read.node)[2]) or self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
+                if node.op == "sum" and (whole := self._rejoined(factors, at, summed, sizes)) is not None:
+                    return self.product(1, *whole)
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
                     return self.sum([self.product(1, [*rest, term], sizes, summed) for term in terms], sizes)
@@ -235,7 +246,7 @@ class Table(Nodes):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-        letters = [{letter for _, terms in read.maps for letter, _ in terms} for read in factors]
+        letters = [_letters(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
                 coefficient *= length_of(letter, sizes, self.mesh)
@@ -310,12 +321,23 @@ class Table(Nodes):
                     for factor, used in zip(factors, letters, strict=True)
                 ]
                 return self.product(1, summed, sizes, over - alone)
+            rest = [factor for factor in factors if factor.node != self.delta]
+            placed = {
+                letter
+                for factor, used in zip(factors, letters, strict=True)
+                if factor.node == self.delta
+                for letter in used
+            }
+            if placed and rest and over - placed:
+                first = self.product(1, rest, sizes, over - placed)
+                closed = {first.node, *(read.node for read in self.node(first.node).reads)}
+                return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
             nest = nested(letters, over)
             if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
-                return self.product(1, [first, *rest], sizes, over - inside, first.node)
+                return self.product(1, [first, *rest], sizes, over - inside, (first.node,))
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
 
@@ -351,7 +373,7 @@ class Table(Nodes):
         total: dict[tuple[int, Maps], Number] = {}
         stack = list(terms)
         while stack:
-            read = stack.pop()
+            read = self.part(stack.pop(), sizes)
             node = self.node(read.node)
             if node.op == "sum":
                 index = dict(enumerate(read.maps))
@@ -432,20 +454,20 @@ class Table(Nodes):
         Raises:
             _NothingPickedError: its two indices are never equal.
         """
-        apart = self._apart(maps, sizes)
-        if apart:
+        never = apart(maps, sizes, self.mesh)
+        if never:
             raise _NothingPickedError
-        if apart is False:
+        if never is False:
             return others, summed
-        if (digits := self._digits(maps, sizes)) is not None:
-            return [*(Read(1, self.delta, each) for each in digits), *others], summed
+        if (parts := digits(maps, sizes, self.mesh)) is not None:
+            return [*(Read(1, self.delta, each) for each in parts), *others], summed
         for here, there in (maps, maps[::-1]):
             if len(here[1]) != 1 or abs(here[1][0][1]) != 1 or any(here[1][0][0] == key for key, _ in there[1]):
                 continue
             # here = offset + stride * letter = there, so letter = stride * (there - offset)
             ((letter, stride),) = here[1]
             index = (stride * (there[0] - here[0]), tuple((k, stride * s) for k, s in there[1]))
-            low, high = self._range(index, sizes)
+            low, high = range_of(index, sizes, self.mesh)
             size = length_of(letter, sizes, self.mesh)
             if high < 0 or low >= size:
                 raise _NothingPickedError
@@ -475,29 +497,6 @@ class Table(Nodes):
                 if not rest and 1 < inner < size and not size % inner:
                     raise Divide(letter, (size // inner, inner))
 
-    def _apart(self, maps: Maps, sizes: Mapping[Letter, int]) -> bool | None:
-        """Return whether two indices are never equal, or (False) always; None where it depends on letters."""
-        (one, first), (other, second) = maps
-        strides = dict(first)
-        for letter, stride in second:
-            strides[letter] = strides.get(letter, 0) - stride
-        low, high = self._range((one - other, tuple(strides.items())), sizes)
-        return False if low == high == 0 else True if low > 0 or high < 0 else None
-
-    def _digits(self, maps: Maps, sizes: Mapping[Letter, int]) -> tuple[Maps, Maps] | None:
-        """Return two indices as their higher and their lower digits, where these compare separately."""
-        for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
-            high: list[Affine] = []
-            low: list[Affine] = []
-            for offset, terms in maps:
-                high.append((offset // base, tuple((k, s // base) for k, s in terms if s % base == 0)))
-                low.append((offset % base, tuple((k, s) for k, s in terms if s % base)))
-            ends = [self._range(index, sizes) for index in low]
-            separate = all(least >= 0 and most < base for least, most in ends)
-            if separate and all(any(index[1] or index[0] for index in part) for part in (high, low)):
-                return tuple(high), tuple(low)
-        return None
-
     def _joined_first(
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
@@ -519,7 +518,7 @@ class Table(Nodes):
     def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
         """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or
         not all of them are read one by one."""
-        node, compared = self.node(read.node), self.looks[read.node][1]
+        node, compared = self.node(read.node), self.look(read.node)[1]
         if not compared:
             return False
         plain = {
@@ -534,12 +533,22 @@ class Table(Nodes):
         places, or one of them compares ranks that are summed. Else each product would have as many terms as both
         factors together."""
         axes = {letter for letter in summed if isinstance(letter, str)}
-        node = self.node(read.node)
-        compared = self.looks[read.node][1]
+        compared = self.look(read.node)[1]
         if axes and any(letter in axes for loop in compared for letter, _ in read.maps[loop][1]):
             return True
-        terms = (self.node(term.node) for term in node.reads)
-        return all(term.op == "product" and any(r.node == self.delta for r in term.reads) for term in terms)
+        return self.look(read.node)[2]
+
+    def _rejoined(
+        self, factors: list[Read], at: int, summed: Iterable[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
+        """Return factors in which ranks' parts of a node, which are summed over all ranks, are the node again; None
+        where other factors have these parts otherwise."""
+        read, axes = factors[at], {letter for letter in summed if isinstance(letter, str)}
+        if (whole := self.whole(read.node)) is None or _letters(read).isdisjoint(axes):
+            return None
+        again = Read(read.coefficient, whole[0], substitute(whole[1], dict(enumerate(read.maps))))
+        joined = self._joined_first([*factors[:at], again, *factors[at + 1 :]], set(summed), sizes)
+        return None if joined is None or axes <= joined[2] else joined
 
     def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
         """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and
@@ -547,7 +556,7 @@ class Table(Nodes):
         node = self.node(read.node)
         if not node.reads or not (self._cut(read, sizes) or self.touches(read, (), sizes)):
             return read
-        result = self._once("part", [read], sizes, (), lambda: self._part(read._replace(coefficient=1), node, sizes))
+        result = self._once("part", [read], sizes, (), lambda: self._kept_part(read, node, sizes))
         return self._scaled(result, read.coefficient)
 
     def _once(
@@ -583,6 +592,18 @@ class Table(Nodes):
         back = {name: (0, ((letter, 1),)) for letter, name in names.items()}
         return known[0]._replace(maps=substitute(known[0].maps, back))
 
+    def _kept_part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
+        """Return a part of a node, and remember of which node it is one."""
+        part = self._part(read._replace(coefficient=1), node, sizes)
+        loops: dict[Letter, Affine] = {
+            terms[0][0]: (0, ((loop, 1),))
+            for loop, (offset, terms) in enumerate(part.maps)
+            if not offset and len(terms) == 1 and terms[0][1] == 1
+        }
+        if part.coefficient == 1 and _letters(read) == loops.keys():
+            self.keep_whole(part.node, read.node, substitute(read.maps, Instead(loops)))
+        return part
+
     def _part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
         index = dict(enumerate(read.maps))
         if node.op == "sum":
@@ -592,30 +613,23 @@ class Table(Nodes):
             reads, inside, over = self._opened(node, index, sizes, set())
             return self.product(1, [self.part(r, inside) for r in reads], inside, over)
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
-        own = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
-        index.update((loop, (0, ((letter, 1),))) for loop, letter in own.items())
-        lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in own.items()}}
+        alone = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
+        index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
+        lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}
         reads, lengths, over = self._opened(node, index, lengths, set())
         within = [letter for letter in lengths if letter in over]
         keep = () if node.op in ("largest", "squares") else within
         reads = [self.part(r, lengths) for r in reads]
-        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(own.values()), keep=keep)
-        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in own.items()})))
+        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
+        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
 
     def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of some entries of a node alone."""
         node = self.node(read.node)
         return any(
-            self._range(index, sizes) != (0, size - 1) for index, size in zip(read.maps, node.sizes, strict=True)
+            range_of(index, sizes, self.mesh) != (0, size - 1)
+            for index, size in zip(read.maps, node.sizes, strict=True)
         )
-
-    def _range(self, index: Affine, sizes: Mapping[Letter, int]) -> tuple[int, int]:
-        """Return the least and the largest number of an index."""
-        low = high = index[0]
-        for letter, stride in index[1]:
-            reach = stride * (length_of(letter, sizes, self.mesh) - 1)
-            low, high = low + min(reach, 0), high + max(reach, 0)
-        return low, high
 
     # ---- values
 

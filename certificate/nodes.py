@@ -28,15 +28,16 @@ Index = tuple[Number, Maps]
 """A way to read a node: a coefficient in front, and the maps."""
 Shape = tuple[str, Hashable, tuple[int, ...], tuple[int, ...], tuple[Index, ...]]
 """A node without the numbers of what it reads: operator, other arguments, sizes and inner sizes, and how it reads."""
-Look = tuple[int, frozenset[int]]
-"""The look of a node: the number of its shape, and the loops that identity matrices compare. Beside it, what the node
-reads is seen, but no name of a leaf."""
+Look = tuple[int, frozenset[int], bool]
+"""The look of a node: the number of its shape, the loops that identity matrices compare, and whether it is a product
+with an identity matrix, which may stand in one of its factors, or a sum of such products. Beside it, the numbers of
+what the node reads are seen, but no name of a leaf."""
 
 
 class Seen:
     """A record of what a computation has seen of a table, and made in it."""
 
-    __slots__ = ("agreed", "deep", "looked", "made")
+    __slots__ = ("agreed", "deep", "looked", "made", "parts")
 
     def __init__(self) -> None:
         self.looked: dict[int, None] = {}
@@ -44,6 +45,8 @@ class Seen:
         self.made: dict[tuple[int, int, tuple[int, ...]], None] = {}
         """Nodes, each with the number of its shape and what it reads; -1 for the leaves that rows name."""
         self.agreed: dict[tuple[int, Hashable], None] = {}
+        self.parts: dict[tuple[int, int, Maps], None] = {}
+        """Nodes that were found to be parts of others, with these and their places."""
         self.deep = False
         """True where more was seen than is worth to compare."""
 
@@ -54,6 +57,7 @@ class Seen:
             self.looked.update(other.looked)
             self.made.update(other.made)
             self.agreed.update(other.agreed)
+            self.parts.update(other.parts)
 
 
 class Nodes:
@@ -68,6 +72,7 @@ class Nodes:
         self._known_shapes: list[Shape] = []
         self._index: dict[tuple[int, tuple[int, ...]], int] = {}
         self._leaves: dict[Hashable, int] = {}
+        self._wholes: dict[int, tuple[int, Maps]] = {}
         self.naming = False
         """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
         and others then has few terms. What is equal gets the name too, if all its terms are there together."""
@@ -96,8 +101,10 @@ class Nodes:
             at = len(self.nodes)
             reads = tuple(Read(c, node, maps) for node, (c, maps) in zip(operands, indices, strict=True))
             self.nodes.append(Node(op, args, sizes, inner, reads))
-            self.looks.append((shape, self._compared(op, len(sizes), reads)))
-            if self.naming and op == "sum" and len(operands) >= MOST_TERMS:
+            pieces = [self.looks[operand][2] for operand in operands]
+            piece = op == "delta" or (any(pieces) if op == "product" else all(pieces) if op == "sum" else False)
+            self.looks.append((shape, self._compared(op, len(sizes), reads), piece))
+            if self.naming and op == "sum" and len(operands) >= MOST_TERMS and not piece:
                 at = self._leaf("named sum", sizes, at)
             self._index[shape, operands] = at
         if self.seen is not None:
@@ -119,7 +126,7 @@ class Nodes:
         at = self._leaves.setdefault((name, sizes, args), len(self.nodes))
         if at == len(self.nodes):
             self.nodes.append(Node(name, args, sizes, (), ()))
-            self.looks.append((self._shape("leaf", (), sizes, (), ()), frozenset()))
+            self.looks.append((self._shape("leaf", (), sizes, (), ()), frozenset(), False))
         return at
 
     def node(self, at: int) -> Node:
@@ -127,6 +134,25 @@ class Nodes:
         if self.seen is not None:
             self.seen.looked[at] = None
         return self.nodes[at]
+
+    def look(self, at: int) -> Look:
+        """Return the look of a node."""
+        if self.seen is not None:
+            self.seen.looked[at] = None
+        return self.looks[at]
+
+    def whole(self, at: int) -> tuple[int, Maps] | None:
+        """Return the node of which a node is a part, and where, by the loops of the part, if that is known."""
+        known = self._wholes.get(at)
+        if known is not None and self.seen is not None:
+            self.seen.deep = True
+        return known
+
+    def keep_whole(self, part: int, whole: int, maps: Maps) -> None:
+        """Remember of which node a node is a part."""
+        if self.seen is not None:
+            self.seen.parts[part, whole, maps] = None
+        self._wholes.setdefault(part, (whole, maps))
 
     def agree(self, at: int, fact: Hashable) -> bool:
         """Return whether a fact is what was first said of a node."""

@@ -240,7 +240,7 @@ def _(c: Call) -> Value:
     _rows_of(c, x, before)
 
     def moved(value: Value) -> Value:
-        return t.own(t.gathered(value, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
+        return t.kept(t.gathered(value, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
 
     marks = moved(t.reshape(before, (math.prod(before.shape),)))
     if not t.canonical(t.reshape(marks, after.shape), after):

@@ -8,85 +8,29 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
 from .programs import Reader, Returned, Settle, kind_of
-from .schedule import Action, check_schedule, read_schedule, stages_of
+from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
 from .tensors import MICROBATCH
-from .text import Function, Parameter, Program, Refused, Type, read_program, read_type
+from .text import Function, Parameter, Program, Refused, Type, read_type
 
-_MOST_FILES, _MOST_BYTES = 4096, 64 << 20
 _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
 _BEYOND = ("STEP",)
 """The actions that come after all that is proved."""
+_KNOWN = (*BEFORE, *WORK, *AFTER)
+"""The actions that a step has by itself. Others may be added to it that return metrics alone."""
 _LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 """The state of steps by which a loss is scaled that would round to zero."""
 _OF_BATCH = ("input", "rng")
 """The kinds that every microbatch has its own of."""
-
-
-@dataclass
-class Build:
-    """The texts of a build: of its training, or of its evaluation."""
-
-    manifest: Mapping[str, Any]
-    model: Program
-    programs: dict[tuple[str, str], Program]
-    """The programs by role or stage, and action."""
-    roles: dict[str, list[Action]]
-    """The timeline of each role."""
-
-    def program(self, role: str, action: str) -> Program | None:
-        """Return a role's program, or the one that all roles share."""
-        return self.programs.get((role, action)) or self.programs.get(("stage0", action))
-
-    def kinds(self, role: str) -> set[str]:
-        """Return the kinds of programs that a role runs, and the update."""
-        shared = {action for name, action in self.programs if name == role or action in ("COUNT", "SCALE", "RESCALE")}
-        work = {action for _, action in self.programs if action in ("F", "B")}
-        return shared | work | ({"STEP"} if "B" in work else set())
-
-
-def read_build(folder: Path, part: str = "") -> Build:
-    """Read a build's texts, or those of its ``evaluation``.
-
-    Raises:
-        Refused: a file is missing, or holds what no build has.
-    """
-    try:
-        manifest = json.loads(_text(folder / "manifest.json"))
-        schedule = _text(folder / part / "schedule.txt")
-        files = sorted((folder / part / "programs").iterdir())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{folder} is no build: {error}") from None
-    if len(files) > _MOST_FILES or not isinstance(manifest, dict):
-        raise Refused(f"{folder} is no build")
-    programs: dict[tuple[str, str], Program] = {}
-    model = None
-    for file in files:
-        program = read_program(file)
-        if file.name == "model.py":
-            model = program
-        elif file.name != f"{program.role}.{program.action}.py":
-            raise Refused(f"{file.name}: says that it is {program.role}.{program.action}")
-        else:
-            programs[program.role, program.action] = program
-    if model is None or (model.role, model.action) != ("model", "reference") or not programs:
-        raise Refused(f"{folder} has no programs/model.py, or nothing beside it")
-    return Build(manifest, model, programs, read_schedule(schedule))
-
-
-def _text(path: Path) -> str:
-    if path.stat().st_size > _MOST_BYTES:
-        raise Refused(f"{path.name} has {path.stat().st_size:,} bytes")
-    return path.read_text(encoding="utf-8")
 
 
 @dataclass
@@ -98,19 +42,35 @@ class Proof:
 
 
 def certify(folder: Path) -> Proof:
-    """Prove that a build computes what its model says, and its evaluation too.
+    """Prove that the build in a folder computes what its model says, and its evaluation too.
 
     Raises:
         Refused: it does not, or the checker has no rule for a part of it.
     """
+    texts = read_texts(folder)
+    return certify_texts(texts, read_manifest(texts))
+
+
+def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
+    """Prove the same of the texts of a build by their places in its folder. Where sizes have ranges, it is proved at
+    the largest, the smallest, and some between.
+
+    Raises:
+        Refused: they do not compute what the model says, or the checker has no rule for a part of them.
+    """
     collected = gc.isenabled()
     gc.disable()  # a table only grows, and a collection would visit all of it
+    proof = Proof()
     try:
-        proof = _certify(Step(read_build(folder)))
-        if (folder / "evaluation").exists():
-            evaluated = _certify(Step(read_build(folder, "evaluation")))
-            proof.lines += [f"evaluation, {line}" for line in evaluated.lines]
-            proof.nodes += evaluated.nodes
+        for sizes in choices(manifest):
+            at = f", at {sizes_text(sizes)}" if sizes else ""
+            for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
+                try:
+                    of_part = _certify(Step(read_build(texts, manifest, part, sizes)))
+                except Refused as error:
+                    raise Refused(f"{error}{at}") if at else error from None
+                proof.nodes += of_part.nodes
+                proof.lines += [f"{part.replace('/', ', ')}{line}{at}" for line in of_part.lines]
         return proof
     except RecursionError:
         raise Refused("its values are made of each other too deeply") from None
@@ -200,6 +160,8 @@ class Step:
         values = {p.name: scales[p.binding] if p.binding in scales else self.outside(p) for p in forward.parameters}
         calls = self.reader.forward(forward, values)
         self.expected = {key: values[name] for key, name in forward.returns}
+        loads = {key: self.over_microbatches(value) for key, value in self.expected.items() if key.startswith("load ")}
+        self.updates = self._model_function("update", loads)
         if "loss" in self.expected and "scale" not in scales:
             raise Refused("model.py does not say by what its loss is scaled")
         self.scales = scales
@@ -211,8 +173,8 @@ class Step:
         self.gradients: dict[str, Value] = {}
         if any(action == "B" for _, action in self.build.programs):
             start = {dict(forward.returns)["loss"]: scales["scale"]}
-            found = self.reader.gradients(calls, start, list(trained))
-            self.gradients = {trained[name]: self.over_microbatches(value) for name, value in found.items()}
+            gradients = self.reader.gradients(calls, start, list(trained))
+            self.gradients = {trained[name]: self.over_microbatches(value) for name, value in gradients.items()}
 
     def _model_function(self, name: str, known: Mapping[str, Value]) -> dict[str, Value]:
         """Return what a function of the model returns, which may read what another one does; nothing if it has none."""
@@ -291,14 +253,17 @@ class Step:
         if trains:
             for at, (role, count) in enumerate(self._gradients().items()):
                 proof.lines[at] = f"{role}: the loss, {count} gradients, the norm"
-        if any(action == "LOADS" for _, action in self.build.programs):
+        if self.updates or any(action == "LOADS" for _, action in self.build.programs):
             self._loads()
         for program in self.build.programs.values():
             if program.action == "RESCALE":
                 self._rescale(program)
         for program in self.build.programs.values():
-            if (program.role, program.action) not in self.read and program.action not in _BEYOND:
+            if (program.role, program.action) in self.read or program.action in _BEYOND:
+                continue
+            if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
                 raise Refused(f"{program.file}: is no part of a step")
+            proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
         proof.nodes = len(self.table.nodes)
         return proof
 
@@ -374,13 +339,13 @@ class Step:
             known = {**self.shared, **self.weights[role].values, **saved[stage], **_received(sent)}
             each = self.run(program, known).values
             sent = {key: value for key, value in each.items() if key.startswith("sent ")}
-            own = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
-            sums = {key: self.over_microbatches(value) for key, value in own.items()}
+            parts = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
+            sums = {key: self.over_microbatches(value) for key, value in parts.items()}
             last = f"{_main(program).name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
                 before = {
-                    f"gradient {key}": self.reader.alike.value("before", [total, own[key]], self._difference)
+                    f"gradient {key}": self.reader.alike.value("before", [total, parts[key]], self._difference)
                     for key, total in sums.items()
                 }
                 at_end = self.run(program, {**known, **before}, function=last)
@@ -496,18 +461,25 @@ class Step:
         return settle
 
     def _loads(self) -> None:
-        """Prove the tokens of each expert over the step, which LOADS of every role returns."""
+        """Prove what LOADS of every role returns: the tokens of each expert over the step, and the biases that they
+        move."""
         known = {
             role: {**self.shared, **{f"load {key}": value for key, value in parts.items()}}
             for role, parts in self.loads.items()
         }
         loads = [self.over_microbatches(value) for key, value in self.expected.items() if key.startswith("load ")]
-        for role, returned in self._together("LOADS", known).items():
+        expected = {"metric load": self.tensors.cat(loads, 0), **self.updates}
+        returned: set[str] = set()
+        for role, results in self._together("LOADS", known).items():
             program = self.build.programs[role, "LOADS"]
-            for key, value in returned.values.items():
-                if key != "metric load":
+            types = dict(_main(program).returns)
+            for key, value in results.values.items():
+                if key not in expected:
                     raise Refused(f"{program.file}: `{key}` is not in model.py")
-                self.same(program, key, value, self.tensors.cat(loads, 0))
+                self.same(program, key, value, self.tensors.cut(expected[key], _type_of(_main(program), types[key])))
+                returned.add(key)
+        if missing := sorted(expected.keys() - returned):
+            raise Refused(f"no role returns `{missing[0]}`, which the model moves in a step")
 
     def _rescale(self, program: Program) -> None:
         """Prove that the loss scale of the next step is that of dynamic loss scaling, which is never zero."""
@@ -583,9 +555,9 @@ class Step:
     def same(self, program: Program, key: str, value: Value, expected: Value) -> None:
         """Refuse a result that is not what the model says."""
         if not self._equal(value, expected):
-            found = describe(self.table, value, expected)
+            difference = describe(self.table, value, expected)
             lines = [f"makes of known values one that the model has not: {line}\n" for line in self.reader.other]
-            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{''.join(lines)}{found}")
+            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{''.join(lines)}{difference}")
 
 
 def _main(program: Program) -> Function:

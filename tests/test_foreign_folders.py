@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import parc
 from parc.compiler.build.folders import FolderError, FolderKind, current, disk_of, replacing
 from parc.compiler.build.output_files import write_whole
+from parc.runtime.observe.writers import MetricsFile
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state import saving
 from tests.foreign_folders import (
@@ -191,6 +194,23 @@ def test_a_file_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
         write_whole(file, "third")
     assert file.read_text() == "third" and sorted(path.name for path in tmp_path.iterdir()) == ["a.parc", "link"]
     write_whole(Path(os.devnull), "nobody reads it")
+
+
+def test_a_pipe_is_written_to_and_one_that_nobody_reads_is_said(tmp_path: Path) -> None:
+    """``open`` would wait for a reader for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (lambda: write_whole(pipe, "text"), lambda: MetricsFile(pipe, {})):
+        with pytest.raises((OSError, RunError), match="it is a pipe that nobody reads"):
+            write()
+    with ThreadPoolExecutor(1) as readers:
+        text = readers.submit(pipe.read_text)
+        written = False
+        while not written:  # until the reader is there
+            with suppress(BrokenPipeError):
+                write_whole(pipe, "text" * 50_000)
+                written = True
+        assert text.result(10) == "text" * 50_000
 
 
 def test_a_disk_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

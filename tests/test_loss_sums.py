@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ import torch.nn.functional as F
 
 import parc
 from parc.advice import warnings_of
+from parc.checking.certified import certificate_of
+from parc.checking.checks import case_of
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import SCALING
-from parc.compiler.program.step_values import divisions_in
 from parc.compiler.program.text import parse_program
-from parc.compiler.verify.sums import check_reduce
 from parc.grammar.diagnostics import Severity
-from tests.checked_plans import checked, compiled
+from parc.runtime.compare.model_run import step_errors
+from tests.checked_plans import checked, compiled, in_texts
 from tests.draws import all_but
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -146,20 +148,29 @@ def test_each_term_has_its_own_denominator_on_real_ranks(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new"),
     [
-        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, 4)", "the number of microbatches"),
-        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, to_copy_1)", "microbatches"),
-        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy_1, to_copy)", "`count 2`"),
-        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy, 2)", "`count 2`"),
-        ("reciprocal.default(to_copy)", "reciprocal.default(to_copy_1)", "one over the count of targets"),
+        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, 4)"),
+        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, to_copy_1)"),
+        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy_1, to_copy)"),
+        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy, 2)"),
+        ("reciprocal.default(to_copy)", "reciprocal.default(to_copy_1)"),
     ],
 )
-def test_a_wrong_weight_of_a_term_is_refused(old: str, new: str, said: str) -> None:
+def test_a_wrong_weight_of_a_term_is_not_certified(old: str, new: str) -> None:
     build = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests").build
     text = build.text(build.programs[SCALING])
-    divisions = divisions_in(build.manifest)
-    assert text.count(old) == 1 and not [*check_reduce(build.programs, build.reference, 2, divisions)]
+    assert text.count(old) == 1 and not certificate_of(build).missing
     wrong = parse_program(text.replace(old, new))
-    (fault,) = check_reduce({**build.programs, SCALING: wrong}, build.reference, 2, divisions)
-    assert said in fault.message
+    assert certificate_of(in_texts(build, {**build.programs, SCALING: wrong})).missing
+
+
+def test_a_model_whose_scale_is_not_what_the_manifest_says_is_refused() -> None:
+    """The certificate compares programs with ``scale()`` of the model, and this compares that with the manifest."""
+    compilation = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests")
+    case = case_of(compilation)
+    assert max(error for _, error in step_errors(case)) < 1e-12
+    text = case.reference.text()
+    wrong = parse_program(text.replace("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, 4)"))
+    assert wrong.text() != text
+    assert {name for name, error in step_errors(replace(case, reference=wrong)) if error > 1e-3} == {"term 3"}

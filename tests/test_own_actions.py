@@ -19,6 +19,7 @@ from torch import Tensor
 import parc
 from parc.actions import TABLES, register_action
 from parc.build import build
+from parc.checking.certified import certificate_of
 from parc.checking.checks import case_of, check_files, static_faults
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
@@ -29,7 +30,6 @@ from parc.compiler.program.actions import ACTIONS, ActionRow, parse_schedule, sc
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Program, Ref
 from parc.compiler.program.roles import join_roles
-from parc.compiler.twin.structure import compare_structure
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
@@ -114,6 +114,9 @@ def test_a_kind_is_built_checked_and_simulated(plan: str) -> None:
         words = [str(action) for action in role.actions[-3:]]
         assert words == [f"{role.stages[0]}{kind}" for kind in ("REDUCE", KIND, "STEP")]
     assert not refusals(compilation) and metric_error(compilation) < 1e-12
+    certificate = certificate_of(compilation.build)
+    assert not certificate.missing, certificate
+    assert f"{KIND} returns metrics of one's own, which are not proved" in certificate.proved[-1]
 
 
 @pytest.mark.usefixtures("registered")
@@ -212,16 +215,12 @@ def test_bugs_in_a_kind_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_numbers_that_are_wrong_are_refused() -> None:
+def test_numbers_that_are_wrong_are_seen_in_a_simulation() -> None:
     compilation = compiled("pipeline")
     site = next(sites({"pp1": compilation.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
     (items,) = site.line.args
     changed = site.replaced(stacked(site.line, [*items, items[0]]))
     assert not refusals(compilation, changed) and metric_error(compilation, changed) > 1e-3
-    good, bad, reference = compilation.build, with_programs(compilation, changed), compilation.build.reference
-    assert not compare_structure(good.programs, reference, good.programs, reference)
-    (fault,) = compare_structure(bad.programs, reference, good.programs, reference)
-    assert f"{KIND} metric checksum" in str(fault), fault
 
 
 @pytest.mark.usefixtures("registered")

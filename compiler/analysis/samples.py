@@ -49,8 +49,8 @@ class Dependence:
 
 _INDEPENDENT, _MIXED = Dependence(), Dependence("R")
 _WEIGHT, _WEIGHED = Dependence("I", adds="mean"), Dependence("P", adds="sum")
-"""The factor of a term of the loss, and the term times its factor, whose parts add up: ``check_reduce`` proves that the
-factor is the right one."""
+"""The factor of a term of the loss, and the term times its factor, whose parts add up: the certificate proves that
+the factor is the right one."""
 _UNKNOWN_DIM = Split(-1)
 """A split along an unknown dim: only sums over dim 0 are still seen."""
 _AXIS = "samples"

@@ -158,6 +158,7 @@ REPORT_FORM: Form = {
     }]},
     "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
+    "certificate?": {"version": str, "proved": [str], "missing": str},
     "numbers?": {
         "on": str, "steps": int, "loss": _FLOAT, "gradient": _FLOAT, "parameter": _FLOAT, "tolerance": _FLOAT,
         "eager_loss": _FLOAT, "eager_gradient": _FLOAT, "eager_buffer": _FLOAT,

@@ -10,6 +10,7 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Literal
 
 from ...grammar.bounded import real_path
 
@@ -48,6 +49,24 @@ def check_file(path: Path, kind: FileKind) -> None:
         raise FileExistsError(errno.EEXIST, f"it exists and is not {kind.what}; it is left as it is", str(path))
 
 
+def open_output(path: Path, mode: Literal["ab", "wb"]) -> IO[bytes]:
+    """Open a file to write, without a buffer. A pipe that nobody reads is refused, where ``open`` would wait for ever.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "ab" else os.O_TRUNC)
+    try:
+        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise BrokenPipeError(errno.EPIPE, "it is a pipe that nobody reads", str(path)) from None
+    os.set_blocking(file, True)
+    return os.fdopen(file, mode, buffering=0)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file. An older one is replaced once all of the new one is on disk; its mode and links to it stay. In a
     folder that takes no new files it is written in place.
@@ -64,7 +83,9 @@ def write_whole(path: Path, text: str) -> None:
 def _write(path: Path, data: bytes) -> None:
     real = real_path(path)
     if real.exists() and not real.is_file():  # a device, a pipe, or a folder
-        real.write_bytes(data)
+        with open_output(real, "wb") as pipe:
+            while data:  # a pipe may take a part
+                data = data[pipe.write(data) :]
         return
     fresh = real.with_name(f".parc-{os.getpid()}")
     try:

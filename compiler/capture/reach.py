@@ -1,6 +1,6 @@
 """Reach: the nodes of a graph through which gradients flow to parameters, and those that depend on no parameter.
 
-Checks do not use it: they follow the texts of programs (``verify.step.trained``).
+Checks do not use it: the certificate derives gradients from the text of the model.
 """
 
 from __future__ import annotations

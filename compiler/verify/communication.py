@@ -1,7 +1,7 @@
 """Checks of communication: between stages and roles, of messages on their way, and of the roles' timelines.
 
-Stages: neighbours agree on what they send and receive, and roles sum each value among themselves exactly once. All else
-is proved of the whole step to which the roles' programs are joined (``join_roles``), where nothing is sent.
+Stages: neighbours agree on what they send and receive, and roles on the sums among them. All else is proved of the
+whole step to which the roles' programs are joined (``join_roles``), where nothing is sent.
 
 Timelines share no code with the schedules: the kinds of actions, and what each reads and returns, are in the table of
 actions; which stages a role has follows from its programs. Messages between two roles are received in the order of
@@ -16,14 +16,11 @@ from itertools import islice
 
 from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ..layout.mesh import Mesh
-from ..ops.rules import facts
 from ..program.actions import (
     ACTIONS,
-    AVERAGING,
     BACKWARD,
     FORWARD,
     REDUCE,
-    UNSHARD,
     Action,
     ActionRow,
     Purpose,
@@ -32,11 +29,10 @@ from ..program.actions import (
     send_kind,
     step_kinds,
 )
-from ..program.binding import GRAD_NORM, LOSS, UNSCALE, Binding
+from ..program.binding import Binding
 from ..program.plain import on_their_way
 from ..program.program import Fault, Function, Program
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
-from .sums import scaled_once
 
 AMONG = "parc.all_reduce_among"
 
@@ -44,8 +40,7 @@ AMONG = "parc.all_reduce_among"
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
     """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
     what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
-    REDUCE sums each gradient over exactly the roles that have it, and the norm over all, with each parameter once in
-    it; LOSS sums the loss over all."""
+    Roles meet in the same sums, in one order. The certificate proves what these sums are of."""
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
     except JoinFault as fault:
@@ -62,17 +57,15 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
-    loss_scaled = any(UNSCALE in programs[REDUCE].main.bindings for programs in roles.values())
     for programs in work.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"
             faults.append(Fault("types", where, "is saved or read in this stage, not both"))
-        for program in (program for kind, program in programs.items() if "gradient" in ACTIONS[kind].returns):
-            faults += scaled_once(program, f"{program.role}.{program.action}", loss_scaled)
     faults += _buffer_faults(work)
     faults += _meeting_faults(roles, axis)
-    return faults or [*_reduce_faults(roles, mesh, axis)]
+    everyone = tuple(range(mesh.size(axis)))
+    return faults or [*_order_faults(roles, axis), *_metric_faults(roles, everyone)]
 
 
 def _buffer_faults(work: Mapping[int, StageWork]) -> Iterator[Fault]:
@@ -141,108 +134,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
-_RoleSum = tuple[Binding, tuple[int, ...]]
-"""The loss or a gradient, with the roles of every sum among roles that it has been through."""
-
-
-def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
-    """Find wrong sums among roles, followed from the gradients of each role's stages."""
-    owners: dict[str, list[int]] = {}
-    of_stages = [
-        {key for name, program in programs.items() if stage_key(name) for key in program.main.returned("gradient")}
-        for programs in roles.values()
-    ]
-    trained = set().union(*of_stages)
-    for rank, (gradients, programs) in enumerate(zip(of_stages, roles.values(), strict=True)):
-        for name in sorted(gradients ^ programs[REDUCE].main.bound("gradient").keys()):
-            yield Fault("types", f"{programs[REDUCE].role}.REDUCE {name}", "is no gradient of the role's stages")
-        readers = [program for program in programs.values() if program.action in (UNSHARD, FORWARD)]
-        reads = {name for program in readers for name in program.main.bound("parameter")}
-        for name in gradients | (reads & trained):  # a role that only reads it keeps it up to date
-            owners.setdefault(name, []).append(rank)
-    sums = {name: (Binding("gradient", name), tuple(of) if len(of) > 1 else ()) for name, of in owners.items()}
-    everyone = tuple(range(mesh.size(axis)))
-    in_norm = Counter[_RoleSum]()
-    for rank, programs in enumerate(roles.values()) if trained else ():  # else there is no norm, and nothing to sum
-        program = programs[REDUCE]
-        terms, unknown = _summed_terms(program, of_stages[rank])
-        yield from unknown
-        returned, lines = dict(program.main.returns), program.main.makers
-        for name in (name for name, of in owners.items() if rank in of):
-            reduced, alone = returned.get(Binding("gradient", name), ""), len(owners[name]) == 1
-            last = alone or (reduced in lines and lines[reduced].op == AMONG)
-            if not last or terms.get(reduced) != Counter([sums[name]]):
-                where = f"{program.role}.REDUCE {name}"
-                yield Fault("types", where, f"is not summed once over the roles {owners[name]}")
-        root = lines.get(returned.get(GRAD_NORM, ""))
-        square = next(iter(root.uses), "") if root is not None and facts(root.op).power == 0.5 else ""
-        if operand := _summed_among(program.main, square, everyone):
-            in_norm += terms[operand]
-        else:
-            yield Fault("types", f"{program.role}.REDUCE {GRAD_NORM}", "is not summed once over all roles")
-    for name in sorted(owners):
-        times = in_norm.pop(sums[name], 0)
-        if times != 1:
-            yield Fault("types", f"REDUCE {name}", f"counts {times} times in the gradients' norm, not once")
-    for key, _ in in_norm:
-        yield Fault("types", f"REDUCE {key}", "is part of the gradients' norm, but is not a reduced gradient")
-    yield from _loss_faults(roles, everyone)
-    yield from _order_faults(roles, axis)
-    yield from _metric_faults(roles, everyone)
-
-
 def _summed_among(main: Function, name: str, everyone: tuple[int, ...]) -> str:
     """Return the operand of the sum over all roles that a value is, "" if it is none."""
     line = main.makers.get(name)
     return line.uses[0] if line is not None and line.op == AMONG and tuple(line.args[2]) == everyone else ""
-
-
-def _summed_terms(program: Program, gradients: Collection[str]) -> tuple[dict[str, Counter[_RoleSum]], list[Fault]]:
-    """Count, for each value of REDUCE or LOSS, how often the loss and each gradient is in it. The second result is a
-    fault for the first value that is summed over roles though it is neither computed from these nor zero. A role adds
-    zeros for a gradient that is not among the ``gradients`` of its stages."""
-    terms: dict[str, Counter[_RoleSum]] = {
-        value.name: Counter([(value.binding, ())] if value.binding and value.kind in ("gradient", "loss") else ())
-        for value in program.main.parameters
-    }
-    zeros: set[str] = set()
-    others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in gradients}
-    unknown: list[str] = []
-    for line in program.main.lines:
-        results = [value.name for value in line.made]
-        counts = sum((terms[name] for name in line.uses), Counter[_RoleSum]())
-        if facts(line.op).makes_zeros(line.args):
-            zeros.update(results)
-        if line.op == AMONG:
-            if not counts and line.uses[0] not in zeros:
-                unknown += line.uses
-            if not counts and results[0] in others:
-                counts = Counter([(others[results[0]], ())])
-            counts = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in counts.items()})
-        terms.update(dict.fromkeys(results, counts))
-    where = f"{program.role}.{program.action}"
-    message = "is no part of what the roles sum, and not zero"
-    return terms, [Fault("types", f"{where} {name}", message) for name in unknown[:1]]
-
-
-def _loss_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
-    """Find a loss that is not the sum over all roles of that of one of them and zeros."""
-    losses = Counter[_RoleSum]()
-    if not any(LOSS in dict(program.main.returns) for programs in roles.values() for program in programs.values()):
-        return  # programs of inference
-    for programs in roles.values():
-        program = programs[AVERAGING]
-        of_stages = (dict(programs[key].main.returns) for key in programs if stage_key(key))
-        if (LOSS in program.main.bindings) != any(LOSS in returned for returned in of_stages):
-            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is read or made by the role's stages, not both")
-        terms, unknown = _summed_terms(program, ())
-        yield from unknown
-        if operand := _summed_among(program.main, dict(program.main.returns).get(LOSS, ""), everyone):
-            losses += terms[operand]
-        else:
-            yield Fault("types", f"{program.role}.LOSS {LOSS}", "is not summed once over all roles")
-    if losses != Counter([(LOSS, ())]):
-        yield Fault("types", "LOSS loss", "is not the loss of one role")
 
 
 def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:

@@ -5,7 +5,7 @@ each operator of F that has numbers must be one of the captured graph with the s
 it, and the graph's must all be there. Those of B are F's, or what torch's own derivative of a line of F brings: here it
 is derived again, operator by operator, on tensors without numbers.
 
-Whole numbers of whole numbers are the business of ``check_integers``, the numbers in padding of ``check_padding``, and
+Whole numbers of whole numbers are the business of the certificate, the numbers in padding of ``check_padding``, and
 those of the programs that run once a step of the checks of sums.
 """
 

@@ -1,25 +1,16 @@
-"""Checks of a whole step: what its programs hand to each other; what they read, return and train beside the captured
-graph; which parameter each weight is; where offloaded values lie; how many packed rows a type counts."""
+"""Checks of a whole step: what its programs hand to each other, and where offloaded values lie."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from operator import le, or_
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from ..analysis.dataflow import stored_sources, weight_sources
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..padding.pads import Pads, padded_shape
-from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, UNSHARD, ActionRow, step_kinds
+from ..program.actions import ACTIONS, AVERAGING, BACKWARD, FORWARD, ActionRow, step_kinds
 from ..program.binding import KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
-from ..program.program import Fault, Function, Line, LocalSize, Program, Value
+from ..program.program import Fault, Function, Line, Program, Value
 from ..program.step_values import LOSS_SCALE
-from ..twin.structure import repetition_fault
-from ..twin.wiring import Forward, Kinds
-from .sums import check_scaling
 
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
 _OF_LOSS = ("loss", "scale")
@@ -51,9 +42,8 @@ def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
 def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> list[Fault]:
     """Return the faults in what programs of a step hand to each other. A value has a reader, and the type that its
     reader declares. Gradients have the types in which parameters are stored. Nothing that leaves a step is still
-    partial. The loss, and so every gradient, is scaled exactly once."""
-    faults = [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
-    return faults or check_scaling(programs)
+    partial."""
+    return [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
 
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
@@ -160,142 +150,6 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
                     yield Fault("types", f"{program.action} {function.name}", f"returns `{name}` as `{key}`")
 
 
-def check_reference(
-    programs: Mapping[str, Program], reference: Program, pads: Pads = MappingProxyType({})
-) -> list[Fault]:
-    """Return the faults of a step beside the captured graph. The step reads and updates the same values, in the graph's
-    shapes (apart from padding), and uses the same random streams. It has gradients for exactly the parameters that the
-    loss depends on."""
-    captured = reference.functions[-1]
-    return [
-        *_outside_faults(programs, reference, pads),
-        *_stream_faults(programs[FORWARD], captured),
-        *_position_faults(programs[FORWARD], captured),
-        *_position_faults(programs[BACKWARD], captured),
-        *_gradient_faults(programs[BACKWARD], captured),
-    ]
-
-
-def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: Pads) -> Iterator[Fault]:
-    known = {value.binding: value.type for function in reference.functions for value in function.parameters}
-    for action, program in programs.items():
-        for value in program.main.parameters:
-            binding = value.binding
-            if binding is None or binding.kind not in OUTSIDE:
-                continue
-            if binding not in known:
-                yield Fault("types", f"{action} {value.name}", f"the model reads no `{binding}`")
-            elif value.type.shape != _padded_or_none(known[binding].shape, binding, pads):
-                yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
-    forward = programs[FORWARD].main
-    ours, theirs = dict(forward.returns), dict(reference.main.returns)
-    for kind, way in (("buffer", "updated in"), ("loss", "made by"), ("output", "returned by")):
-        for key in sorted(key for key in ours.keys() ^ theirs.keys() if key.kind == kind):
-            yield Fault("types", f"F {key}", f"is {way} one of the model and the programs alone")
-    for key in sorted(key for key in ours.keys() & theirs.keys() if key.kind == "output"):
-        shape, captured = forward.values()[ours[key]].type.shape, reference.main.values()[theirs[key]].type.shape
-        longer = len(shape) == len(captured) and all(map(le, captured, shape))
-        if shape != captured and not (pads and longer):
-            yield Fault("shapes", f"F {key}", "has another shape in the model")
-
-
-def _padded_or_none(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:
-    """Return the shape in programs of a value with ``shape`` in the model; None where its padding does not fit."""
-    rows = pads.get(binding.name, ()) if binding.kind in PARAMETERS else ()
-    fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
-    return padded_shape(shape, rows) if fits else None
-
-
-def _streams(functions: Sequence[Function]) -> list[tuple[object, ...]]:
-    return [line.args[1:] for function in functions for line in function.lines if line.op == "parc.stream_key.default"]
-
-
-def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
-    ours, theirs = _streams(forward.functions), _streams([captured])
-    for stream in sorted(set(ours) ^ set(theirs), key=str):
-        yield Fault("types", FORWARD, f"the random stream {stream} is drawn in one of the model and the program alone")
-    for stream in sorted({stream for stream in ours if ours.count(stream) > 1}, key=str):
-        yield Fault("types", FORWARD, f"the random stream {stream} is drawn twice")
-
-
-def _position_faults(program: Program, captured: Function) -> Iterator[Fault]:
-    """Find positions (``parc.iota``) that are counted otherwise than in the model. No test of numbers sees a constant
-    offset under an attention that only reads differences of positions."""
-
-    def counted(function: Function) -> set[str]:
-        arguments = [line.args for line in function.lines if line.op == "parc.iota.default"]
-        return {str([item.size if isinstance(item, LocalSize) else item for item in args]) for args in arguments}
-
-    known = counted(captured)
-    for function in program.functions:
-        for line in sorted(counted(function) - known):
-            yield Fault("types", f"{program.action} {function.name}", f"the model counts no positions {line}")
-
-
-def trained(captured: Function) -> list[str]:
-    """Return the parameters that the loss of a captured graph depends on through differentiable operators."""
-    parameters = {name: value for name, value in captured.bound("parameter").items() if _is_floating(value)}
-    # for each value, the set of parameters that it depends on, as bits
-    reach = {value.name: 1 << index for index, value in enumerate(parameters.values())}
-    for line in captured.lines:
-        row = facts(line.op)
-        if not row.creates and not row.stops_gradient:
-            reached = reduce(or_, (reach.get(name, 0) for name in line.uses), 0)
-            reach.update((value.name, reached) for value in line.made if _is_floating(value))
-    loss = reach.get(dict(captured.returns).get(LOSS, ""), 0)
-    return [name for index, name in enumerate(parameters) if loss >> index & 1]
-
-
-def _is_floating(value: Value) -> bool:
-    return value.type.dtype.is_floating_point
-
-
-def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
-    ours, theirs = set(backward.main.returned("gradient")), set(trained(captured))
-    for name in sorted(theirs - ours):
-        yield Fault("types", f"B {name}", "the loss depends on it, but it gets no gradient")
-    for name in sorted(ours - theirs):
-        yield Fault("types", f"B {name}", "the loss does not depend on it, but it gets a gradient")
-
-
-# ---- weights
-# Types prove that an all-gather is complete and of one value. This proves of which parameter: what UNSHARD returns is
-# one parameter through conversions alone, and what a call of F reads is, by name, what the captured graph reads there.
-
-
-def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Find weights that are not their own parameter's, and calls of F and B that read another block's.
-
-    A build that converts no parameters and offloads nothing is left to the tests of numbers.
-    """
-    weights = weight_sources(programs)
-    for key in programs[UNSHARD].main.returned("weight") if UNSHARD in programs else ():
-        parameter = next((source for weight, source in weights.items() if weight.name == key), None)
-        if parameter is None or parameter.name != key.partition(":")[0]:
-            yield Fault("types", f"UNSHARD {key}", "is not proved to be its own parameter")
-    converted = stored_sources(programs[FORWARD], weights).keys() - {v.name for v in programs[FORWARD].main.parameters}
-    offloads = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
-    if not weights and not converted and not offloads:
-        return
-    if (fault := repetition_fault(programs, reference)) is not None:
-        yield fault
-        return
-    kinds = Kinds.alone(reference)
-    graph = kinds.graph(reference.main, programs[FORWARD])
-    yield from _read_faults(Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, weights))
-
-
-def _read_faults(forward: Forward) -> Iterator[Fault]:
-    """Find parameters that a call reads and that its place in the captured graph does not."""
-    for call in forward.calls:
-        known = {source for source, *_ in call.piece.reads} if call.piece is not None else set()
-        for source, name in zip(call.reads, call.line.uses, strict=True):
-            if known and source[0] == "bound" and source[1].kind in ("parameter", "frozen") and source not in known:
-                yield Fault(
-                    "types", f"F {call.place}", f"reads `{name}`, of {source[1].words}, which is not read there"
-                )
-
-
 # ---- offloaded values
 
 
@@ -347,18 +201,3 @@ def _offload_word(binding: Binding | None, value: Value, offload: Collection[str
     """Return the word under which the plan offloads a bound value; "" for one in memory, as single numbers are."""
     word = KINDS[binding.kind].offloaded if binding is not None and value.type.shape else ""
     return word if word in offload else ""
-
-
-# ---- packed rows
-
-
-def check_packed(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Find values whose type counts packed rows as no value of the captured graph does: `3 of 8` where a token chooses
-    two of eight experts."""
-    known = {value.type.packed for function in reference.functions for value in function.values().values()}
-    for action, program in programs.items():
-        for function in program.functions:
-            for name, value in function.values().items():
-                if (packed := value.type.packed) is not None and packed not in known:
-                    message = f"has {packed[0]} of {packed[1]} rows, which nothing in the captured graph has"
-                    yield Fault("types", f"{action} {function.name}: {name}", message)

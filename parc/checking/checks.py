@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parc.checking.certified import NOT_ASKED, Certificate, certificate_of, not_certified
 from parc.checking.eager import CLAMP, amplified, compare_with_eager, near_tie, not_finite, other_numbers
 from parc.checking.module_numbers import ModuleAgreement
 from parc.checking.reports import report_of
@@ -27,7 +28,6 @@ from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.program.step_values import DYNAMIC, Division, biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
-from parc.compiler.verify.arithmetic import check_bounds, check_integers
 from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
@@ -37,13 +37,9 @@ from parc.compiler.verify.ranges import size_faults
 from parc.compiler.verify.rounding import check_precision, check_recomputed
 from parc.compiler.verify.step import (
     check_bindings,
-    check_packed,
     check_places,
-    check_reference,
-    check_stored,
     mesh_faults,
 )
-from parc.compiler.verify.sums import check_loads, check_reduce, check_rescale
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
 from parc.compiling.microbatches import StepInParts
@@ -53,7 +49,7 @@ from parc.grammar.codes import AVERAGED, NOT_COMBINED, UNSCALED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.agreement import NEAR, TOLERANCE, Agreement
-from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.model_run import Case, step_errors
 from parc.runtime.compare.own_types import OwnStep, own_step, varied_case
 from parc.runtime.compare.plain import CPU
 from parc.runtime.compare.simulate import compare
@@ -68,6 +64,8 @@ class Checked:
     agreement: Agreement | None = None
     first: FirstCheck | None = None
     """The step that a run repeats first."""
+    certificate: Certificate = NOT_ASKED
+    """What the independent checker says of the build's texts."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
 
@@ -99,17 +97,8 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
     if faults:
         return
     yield check_bindings(programs, build.types)
-    yield check_reference(programs, reference, build.pads)
-    yield [*check_reduce(programs, reference, build.microbatches, divisions_in(build.manifest))]
-    yield [*check_rescale(programs, build.mesh)]
-    biases = biases_in(build.manifest)
-    yield [fault for role in roles.values() for fault in check_loads(role.programs, reference, biases)]
-    yield [*check_integers(programs, reference)]
-    yield [*check_bounds(programs, reference)]
     yield [*check_constants(programs, reference)]
-    yield [*check_packed(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
-    yield [*check_stored(programs, reference)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
     yield check_precision(programs, reference, build.rounding)
     yield [*check_padding(programs, build.pads, build.types)]
@@ -128,8 +117,9 @@ def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpos
     return check_timelines(actions, ranks, microbatches, also=kinds, purpose=purpose)
 
 
-def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
-    """Check a compiled plan through the texts of its programs, and make its report.
+def check_build(compiled: Compiled, progress: Progress = lambda _: None, *, uncertified: bool = False) -> Checked:
+    """Check a compiled plan through the texts of its programs, and make its report. One that is ``uncertified`` may be
+    so, though its numbers are tested on a smaller build alone.
 
     Raises:
         PlanError: something does not divide at a size that the plan declares, or at some size the model's graph is
@@ -139,12 +129,16 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     progress("shapes, types, communication")
     checked = Checked(report_of(compiled), prove(compiled))
     if not checked.faults:
+        progress("certificate")
+        checked.certificate = certificate_of(compiled.build)
+        checked.report["certificate"] = checked.certificate.facts
         progress("numbers")
-        check_numbers(compiled, checked)
+        check_numbers(compiled, checked, uncertified=uncertified)
     if checked.faults:
         check_template(compiled)
     else:
         checked.report["checks"] = {**dict.fromkeys(proved(compiled.build), "proved"),
+                                    "equality": checked.certificate.word,
                                     "numbers": "tested", "memory": "estimated"}  # fmt: skip
     checked.seconds = round(time.perf_counter() - start, 3)
     return checked
@@ -218,17 +212,23 @@ def check_template(compiled: Compiled) -> None:
             raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
 
 
-def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = CPU) -> None:
+def check_numbers(
+    compiled: Compiled, checked: Checked, device: torch.device = CPU, *, uncertified: bool = False
+) -> None:
     """Train all ranks and the captured graph in float64 on a device, or those of the twin of a large build. Where sizes
     have ranges, all choices that are proved are tested too, those that are not the largest for one step.
 
     Raises:
         PlanError: on random batches the model or its loss is not finite, or not the same each time; the captured graph
-            is not the module, or, at some sizes, not the template's.
+            is not the module, or, at some sizes, not the template's; the build is not certified, and too large to be
+            tested itself.
     """
     chosen = subject_of(compiled)
     subject, on = chosen.compiled, chosen.text
-    checked.faults += chosen.differences or (prove(subject) if subject.mesh != compiled.mesh else [])
+    if subject is not compiled:
+        if checked.certificate.missing and not uncertified:
+            raise PlanError([not_certified(compiled.plan.model, checked.certificate, on)])
+        checked.faults += prove(subject) if subject.mesh != compiled.mesh else []
     if checked.faults:
         return
     cases = subject.cases()
@@ -261,6 +261,11 @@ def check_numbers(compiled: Compiled, checked: Checked, device: torch.device = C
         if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
             numbers["margin"] = asdict(agreement.margin)
         checked.faults += _number_faults(agreement, where)
+        checked.faults += (
+            Fault("numbers", f"model.py `{name}`", f"differs from what the manifest says by {error:.1e}")
+            for name, error in step_errors(case)
+            if not error <= TOLERANCE
+        )
         if at is cases[0] and not checked.faults:
             with one_thread():
                 checked.first, faults = first_check_of(compiled, chosen, replace(case, device=device))

@@ -1,5 +1,5 @@
-"""Twins: the choice of a smaller build with the same programs, on which a large one's numbers are tested, and of its
-smaller model."""
+"""Twins: the choice of a smaller build of the same plan, on which a large one's numbers are tested, and of its smaller
+model. The certificate proves that the programs of both compute what their models say; the models are of one code."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.directives.view import ViewLine
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.blocks import block_of, starred
-from parc.compiler.program.program import Fault, Program
 from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiler.resolve.names import is_within
 from parc.compiler.resolve.stage_cuts import numbers_of, products_of
 from parc.compiler.resolve.stage_lines import stage_count
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
-from parc.compiler.twin.structure import compare_structure
-from parc.compiler.twin.wiring import Kinds
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.compiling.fit import stages_of
@@ -63,8 +59,6 @@ class Subject:
     text: str
     """The words that say how it is smaller."""
     steps: int = _TEST_STEPS
-    differences: tuple[Fault, ...] = ()
-    """The differences of its programs from those that were read from files."""
 
 
 def work_of(compiled: Compiled) -> int:
@@ -77,12 +71,11 @@ def work_of(compiled: Compiled) -> int:
 
 
 def subject_of(compiled: Compiled) -> Subject:
-    """Choose the build on which numbers are tested: the same model at smaller sizes, if that takes less time and gives
-    the same programs; the twin, if there are more ranks or more work than one process should do; else the build
-    itself.
+    """Choose the build on which numbers are tested: the same model at smaller sizes, if that takes less time; the twin,
+    if there are more ranks or more work than one process should do; else the build itself.
 
     Raises:
-        PlanError: nothing is small enough, the twin cannot be compiled, or its programs are not the build's.
+        PlanError: nothing is small enough, the twin cannot be compiled, or its model has not the lines of the build's.
     """
     work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
     if work > _SMALL_WORK and few_ranks and compiled.template is None:
@@ -94,26 +87,25 @@ def subject_of(compiled: Compiled) -> Subject:
                 smaller = _compiled(compiled, compiled.mesh, sizes, {}, compiled.plan.stages)
             except PlanError:
                 continue  # the model does not take these
-            if not _differences(compiled, smaller, compiled.build.programs):
-                return Subject(smaller, f"the same programs at {sizes_text(sizes)}")
+            if not _other_lines(compiled, smaller):
+                return Subject(smaller, f"the same plan at {sizes_text(sizes)}")
     if work > _LARGE_WORK or not few_ranks:
-        twin, differences = find_twin(compiled, compiled.build.programs)
-        if differences and compiled.written is None:
-            raise PlanError([_other_programs(compiled, twin, differences[0])])
+        twin = find_twin(compiled)
         few = work_of(twin) > _MOST_WORK // _TEST_STEPS
-        return Subject(twin, twin_text(twin, few), 1 if few else _TEST_STEPS, tuple(differences))
+        return Subject(twin, twin_text(twin, few), 1 if few else _TEST_STEPS)
     return Subject(compiled, "the build itself")
 
 
-def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
-    """Return the smallest twin with the same programs; if there is none, the first that compiles and its differences.
+def find_twin(compiled: Compiled) -> Compiled:
+    """Return the smallest twin whose model has the same kinds of lines.
 
     Its model has the fewest blocks that may show what the build does; if no mesh helps, twice and four times as many.
 
     Raises:
-        PlanError: the plan has no ``verify`` line that makes the model small enough, or no twin can be compiled.
+        PlanError: the plan has no ``verify`` line that makes the model small enough, no twin can be compiled, or none
+            has the model's lines.
     """
-    first: tuple[Compiled, list[Fault]] | None = None
+    first: Compiled | None = None
     problem: PlanError | None = None
     stated = _verify_arguments(compiled.plan)
     chosen = {name: int(stated.pop(name)) for name in compiled.plan.sizes if name in stated}  # type: ignore[arg-type]
@@ -134,41 +126,47 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
                 if problem is None or error.diagnostics[0].code is NO_TWIN:
                     problem = error
                 continue
-            differences = _differences(compiled, twin, programs)
-            if not differences:
-                return twin, []
-            first = first or (twin, differences)
+            if not _other_lines(compiled, twin):
+                return twin
+            first = first or twin
     too_large = problem is not None and problem.diagnostics[0].code is NO_TWIN
     if meshes and not too_large and (few := models.fault(meshes[0])) is not None:
         raise PlanError([few])
     if first is None:
         raise problem or _many_axes(compiled)
-    return first
+    raise PlanError([_not_alike(compiled, first)])
 
 
-def _other_programs(compiled: Compiled, twin: Compiled, fault: Fault) -> Diagnostic:
-    """Return the error of a build whose twin has other programs. Mostly the model is the cause: code outside its blocks
-    reads a value of each block, and fewer blocks do not show what it computes with them."""
-    line, kinds, main = compiled.plan.verify or compiled.plan.model, Kinds(), compiled.build.reference.main
-    ours, theirs = (kinds.graph(of.build.reference.main, of.build.programs[FORWARD]).pieces for of in (compiled, twin))
-    known, why, inside = {piece.kind for piece in theirs.values()}, f"its programs differ in {fault.where}", ""
-    place, piece = next(((place, piece) for place, piece in ours.items() if piece.kind not in known), ("", None))
-    if piece is not None:
-        why = f"no part of it is like `{place}`"
-    if piece is not None and piece.families:
-        places = {value.name: str(source[1]).removeprefix("after ") for source, value, _ in piece.reads}
-        first, *_, last = (places[name] for name in piece.families[0])
-        reader = next(line for line in main.lines if piece.families[0][0] in line.uses).origin.source
-        why = f"`{reader or place}` reads a value of each of `{first}` to `{last}`, and not in equal repetitions"
-        inside = ", or add up inside the modules"
+_LineKind = tuple[str, str, str]
+"""The operator of a line of a model, its module without numbers, and its line of code."""
+
+
+def _other_lines(compiled: Compiled, smaller: Compiled) -> list[_LineKind]:
+    """Return the kinds of lines that one of two models has alone: code that depends on sizes does something else in
+    each of them, or a kind of block is not in the smaller one."""
+    places = [
+        {(line.op, starred(line.origin.module), line.origin.source)
+         for function in of.build.reference.functions for line in function.lines}
+        for of in (compiled, smaller)
+    ]  # fmt: skip
+    return sorted(places[0] ^ places[1])
+
+
+def _not_alike(compiled: Compiled, twin: Compiled) -> Diagnostic:
+    """Return the error of a build whose smaller model has other lines. Mostly the model is the cause: code outside its
+    blocks reads a value of each block, or does something else at other sizes."""
+    line = compiled.plan.verify or compiled.plan.model
+    (op, module, source), *others = _other_lines(compiled, twin)
+    more = f", and {len(others)} more" if others else ""
+    message = f"numbers cannot be tested on the smaller model: one alone has `{op}` in `{module or 'the model'}`{more}"
     counts = Counter(map(starred, blocks_in(compiled.recorded.module))).values()
     large = whole_number_arguments(compiled)
     keep = [f"`{name}={large[name]}`" for name, n in twin.overrides.items() if n != large.get(name, n) in counts]
-    help_ = "please report the plan and this message: parc should make the same programs of both"
+    help_ = "write a model whose code does the same at all sizes, or name larger ones in the `verify` line"
     if keep:
-        help_ = f"keep {' and '.join(keep)} in the `verify` line, with other arguments smaller{inside}"
-    message = f"numbers cannot be tested on the smaller model: {why}"
-    return Diagnostic(NO_TWIN, message, Label(line.span), notes=() if keep else (str(fault),), help=help_)
+        help_ = f"keep {' and '.join(keep)} in the `verify` line, or write code that does the same at all sizes"
+    notes = (f"at {source}",) if source else ()
+    return Diagnostic(NO_TWIN, message, Label(line.span), notes=notes, help=help_)
 
 
 def _many_axes(compiled: Compiled) -> PlanError:
@@ -180,16 +178,6 @@ def _many_axes(compiled: Compiled) -> PlanError:
         Label(line.span),
         help="join axes that split the same tensors into one axis",
     )])  # fmt: skip
-
-
-def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Program]) -> list[Fault]:
-    ours, theirs = compiled.build, twin.build
-    faults = compare_structure(programs, ours.reference, theirs.programs, theirs.reference)
-    if faults or ours.evaluation is None or theirs.evaluation is None:
-        return faults
-    ours, theirs = ours.evaluation, theirs.evaluation
-    faults = compare_structure(ours.programs, ours.reference, theirs.programs, theirs.reference)
-    return [replace(fault, where=f"evaluation {fault.where}") for fault in faults]
 
 
 def _meshes(mesh: Mesh, least: Mapping[str, int]) -> Iterator[Mesh]:

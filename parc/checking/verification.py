@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from parc.checking.certified import certificate_of
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, proved
 from parc.checking.limits import hold_promises
 from parc.checking.reports import report_of
@@ -49,7 +50,7 @@ from parc.runtime.step import Stepper
 
 _OF_PLACES = ("files", "folder", "format", "model_lines", "model_source")
 """The facts about the places of files, and about the code in them, which other checks compare."""
-_OF_RUNS = ("checks", "numbers", "placed", "written")
+_OF_RUNS = ("certificate", "checks", "numbers", "placed", "written")
 """The parts of a report that say how a build was checked, or where lines of the plan as it was written stand."""
 
 
@@ -147,7 +148,7 @@ def verify_static(path: Path) -> Verified:
     build = read_build(path, altered=altered, custom="refused")
     verified = Verified(build, check_files(build), altered)
     if not verified.faults:
-        verified.checks = dict.fromkeys(proved(build), "proved")
+        verified.checks = {**dict.fromkeys(proved(build), "proved"), "equality": certificate_of(build).word}
     return verified
 
 
@@ -179,14 +180,14 @@ def verify_build(
     verified.faults += differences(build, compiled)
     compiled = replace(compiled, written=build)
     hold_promises(compiled)
-    checked = Checked({}, [])
-    check_numbers(compiled, checked, device)
+    checked = Checked({}, [], certificate=certificate_of(build))
+    check_numbers(compiled, checked, device, uncertified=bool(build.report.get("certificate", {}).get("missing")))
     verified.faults += checked.faults
     if checked.first is not None and not checked.faults:
         verified.faults += _first_check_faults(build, checked.first)
     verified.numbers = checked.report.get("numbers", {})
     if not verified.faults:
-        verified.checks["numbers"] = "tested"
+        verified.checks |= {"equality": checked.certificate.word, "numbers": "tested"}
     elif locate and checked.faults:
         progress("first difference")
         subject = subject_of(compiled).compiled

@@ -18,6 +18,11 @@ def build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument("-o", dest="out", metavar="DIR", type=Path, help="default: <plan>.parc.build here")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument(
+        "--uncertified",
+        action="store_true",
+        help="also write a large build that is not certified",
+    )
     add_defines(parser)
 
 
@@ -54,7 +59,8 @@ def build_plan(args: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[st
 
         imported = round(time.perf_counter() - start, 3)
         try:
-            compiled, checked = build(plan, out, dict(args.defines), progress)
+            uncertified = getattr(args, "uncertified", False)  # other commands build too
+            compiled, checked = build(plan, out, dict(args.defines), progress, uncertified=uncertified)
         except Refused as refused:
             return show_refusal(refused.checked.faults)
     show(checked.warnings)

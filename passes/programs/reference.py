@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -11,10 +12,13 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.actions import REFERENCE
 from ...compiler.program.binding import LOSS, SCALE, Binding
-from ...compiler.program.program import Program, Value
+from ...compiler.program.program import Function, Program, Value
 from ...compiler.program.step_values import Division
-from .emit import graph_function
-from .scaling import write_scale
+from ...compiler.resolve.experts import RoutedLayer
+from ..calls import outputs
+from .emit import graph_function, identifier
+from .scaling import write_moved_bias, write_scale
+from .segments import node_type
 from .writer import Writer
 
 
@@ -25,10 +29,12 @@ def reference_program(
     seed: int,
     divisions: Sequence[Division],
     microbatches: int,
+    experts: Mapping[str, RoutedLayer] = MappingProxyType({}),
 ) -> Program:
     """The pass that writes the reference. It takes the canonical graph and that of the denominators, notes global types
-    on their nodes, and returns ``model.py``. Its functions are ``count`` (where the loss has a denominator), ``scale``
-    (where there is a loss): by what the losses of all microbatches, added up, are multiplied; and ``forward``."""
+    on their nodes, and returns ``model.py``. Its functions are ``count`` (where the loss has a denominator); ``scale``
+    (where there is a loss): by what the losses of all microbatches, added up, are multiplied; ``update`` (where biases
+    balance experts): what a step makes of them; and ``forward``."""
     functions = [graph_function("count", count, counts, seed)] if count is not None else []
     keys = noted(graph.output_node()).results
     forward = graph_function("forward", graph, keys, seed)
@@ -37,7 +43,22 @@ def reference_program(
         scale, weights = write_scale(write, graph, count, counts, divisions, microbatches)
         write.returns = {SCALE: scale.name, **dict(weights)}
         functions.append(write.function("scale"))
+    if (update := _update(graph, experts)) is not None:
+        functions.append(update)
     return Program("model", REFERENCE, Mesh(), (*functions, forward))
+
+
+def _update(graph: fx.Graph, experts: Mapping[str, RoutedLayer]) -> Function | None:
+    """Return the function that moves the biases of experts by the tokens of a whole step; None where there are none."""
+    write, returns = Writer(Mesh()), {}
+    buffers = {noted(node).binding: node_type(node) for node in graph.find_nodes(op="placeholder")}
+    for key, node in zip(noted(graph.output_node()).results, outputs(graph), strict=True):
+        if key.kind == "load" and key.name in experts and (bias := experts[key.name].bias) is not None:
+            load = write.take(f"load_{identifier(key.name)}", node_type(node), key)
+            moved, name = write_moved_bias(write, bias, load, buffers[Binding("buffer", bias.buffer)])
+            returns[moved] = name
+    write.returns = returns
+    return write.function("update") if returns else None
 
 
 def program_of(graph: fx.Graph, *keys: Binding) -> Program:

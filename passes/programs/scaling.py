@@ -1,20 +1,23 @@
-"""The scale of a step's loss: by which number its microbatches' losses, added up, are multiplied.
+"""Values that a step makes of all its microbatches: the scale of its loss, and the new biases that balance experts.
 
-``SCALE`` and the function ``scale`` of ``programs/model.py`` are written here, the one on the ranks of a mesh and the
-other for one device.
+Both are written twice by the functions here: on the ranks of a mesh, in ``SCALE`` and ``LOADS``, and for one device, in
+the functions ``scale`` and ``update`` of ``programs/model.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ...compiler.layout.placement import TensorType
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Ref, Value
-from ...compiler.program.step_values import Division, base_term, term_weight, terms_with_weights
+from ...compiler.program.step_values import Bias, Division, base_term, term_weight, terms_with_weights
 from ..calls import outputs
+from .emit import identifier
 from .segments import node_type
 from .writer import Writer, whole_type
 
@@ -59,3 +62,20 @@ def write_scale(
             weight = write.emit("aten.full.default", ([], below / other), whole, name=name, dtype=dtype)
         returns.append((term_weight(number), weight.name))
     return scale, returns
+
+
+def write_moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
+    """Write the new value of a bias: ``rate`` more for experts with fewer tokens than the mean, and less for those with
+    more (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024). ``load`` are the
+    tokens of each expert in the whole step; float64 holds any number of them exactly."""
+    key, wide = Binding("buffer", bias.buffer), torch.float64
+    old, row = write.take(identifier(bias.buffer), stored, key), whole_type(write.mesh, wide, load.type.shape)
+    tokens = write.emit("aten._to_copy.default", (Ref(load.name),), row, dtype=wide)
+    mean = write.emit("aten.mean.default", (Ref(tokens.name),), whole_type(write.mesh, wide))
+    flags, moves = replace(row, dtype=torch.bool), []
+    for op in ("lt", "gt"):  # what is compared is rounded to no other type
+        flag = write.emit(f"aten.{op}.Tensor", (Ref(tokens.name), Ref(mean.name)), flags)
+        moves.append(write.emit("aten._to_copy.default", (Ref(flag.name),), stored, dtype=stored.dtype))
+    step = write.emit("aten.sub.Tensor", tuple(Ref(move.name) for move in moves), stored)
+    step = write.emit("aten.mul.Tensor", (Ref(step.name), bias.rate), stored)
+    return key, write.emit("aten.add.Tensor", (Ref(old.name), Ref(step.name)), stored, name="moved").name

@@ -38,7 +38,6 @@ from ...compiler.program.step_values import (
     LOSS_SCALE,
     NEXT_SCALE,
     SCALER,
-    Bias,
     Division,
     residual,
 )
@@ -47,7 +46,7 @@ from ..calls import outputs
 from .assemble import Assembled, call_segments
 from .compress import Compressor
 from .emit import identifier
-from .scaling import write_scale
+from .scaling import write_moved_bias, write_scale
 from .segments import node_type
 from .writer import Across, Writer, stored_type, summed_type, unshard, whole_type
 
@@ -109,9 +108,8 @@ def load_programs(step: StepMaterials) -> Iterator[Program]:
     """Write LOADS of every role, where the model routes tokens to experts: once a step, the tokens that each expert got
     in the whole batch, and the biases that balance them.
 
-    Every role returns the loads of all layers, one behind the other, as a metric. The role of a layer with a bias adds
-    its ``rate`` to the biases of experts with fewer tokens than the mean, and takes it from those with more (Wang et
-    al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024).
+    Every role returns the loads of all layers, one behind the other, as a metric. The role of a layer with a bias moves
+    it.
     """
     by_role: list[dict[str, TensorType]] = [{} for _ in step.roles]
     for rank, work in zip(step.stage_ranks, step.assembled.work, strict=True):
@@ -129,7 +127,7 @@ def load_programs(step: StepMaterials) -> Iterator[Program]:
         returns = [(LOAD, write.among(_concatenated(write, pieces), range(len(by_role))).name)]
         for module in role_types:
             if module in experts and (bias := experts[module].bias) is not None:
-                returns.append(_moved_bias(write, bias, loads[module], buffers[bias.buffer]))
+                returns.append(write_moved_bias(write, bias, loads[module], buffers[bias.buffer]))
         yield write.program(role, LOADS, returns)
 
 
@@ -155,21 +153,6 @@ def _concatenated(write: Writer, values: Sequence[Value]) -> Value:
         return values[0]
     row = replace(values[0].type, shape=(sum(value.type.shape[0] for value in values),))
     return write.emit("aten.cat.default", ([Ref(value.name) for value in values],), row)
-
-
-def _moved_bias(write: Writer, bias: Bias, load: Value, stored: TensorType) -> tuple[Binding, str]:
-    """Add the new value of a bias. Float64 holds any number of tokens exactly."""
-    key, wide = Binding("buffer", bias.buffer), torch.float64
-    old, row = write.take(identifier(bias.buffer), stored, key), whole_type(write.mesh, wide, load.type.shape)
-    tokens = write.emit("aten._to_copy.default", (Ref(load.name),), row, dtype=wide)
-    mean = write.emit("aten.mean.default", (Ref(tokens.name),), whole_type(write.mesh, wide))
-    flags, moves = replace(row, dtype=torch.bool), []
-    for op in ("lt", "gt"):  # what is compared is rounded to no other type
-        flag = write.emit(f"aten.{op}.Tensor", (Ref(tokens.name), Ref(mean.name)), flags)
-        moves.append(write.emit("aten._to_copy.default", (Ref(flag.name),), stored, dtype=stored.dtype))
-    step = write.emit("aten.sub.Tensor", tuple(Ref(move.name) for move in moves), stored)
-    step = write.emit("aten.mul.Tensor", (Ref(step.name), bias.rate), stored)
-    return key, write.emit("aten.add.Tensor", (Ref(old.name), Ref(step.name)), stored, name="moved").name
 
 
 # ---- SCALE and RESCALE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import Action
-from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, Kind
+from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, SCALE, Binding, Kind
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ...compiler.program.step_values import LOAD, Bias, Division, divisors
@@ -159,6 +159,14 @@ class ReferenceRun:
             )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
+    def of_step(self, function: str, *sources: Mapping[str, Tensor]) -> dict[Binding, Tensor]:
+        """Return what a function of the reference makes of values of the whole step, by the names that they are bound
+        to: ``scale`` of counts, ``update`` of loads and buffers."""
+        called, known = self.case.reference.function(function), {k: v for source in sources for k, v in source.items()}
+        environment = {value.name: known[value.binding.name] for value in called.parameters if value.binding}
+        (results,) = self.machine.run([environment], function)
+        return results
+
     def step(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step, then update the parameters."""
         total, gradients = self.gradients(batches, step)
@@ -171,10 +179,51 @@ class ReferenceRun:
             }
             if self.loads:
                 self.metrics = {**self.metrics, LOAD.name: torch.cat([*self.loads.values()])}
-            for module, bias in self.case.biases.items():
-                load, old = self.loads[module].double(), self.buffers[bias.buffer]
-                self.buffers[bias.buffer] = old + bias.rate * torch.sign(load.mean() - load)
+            self.buffers.update(moved_biases(self.case.biases, self.loads, self.buffers))
             # clipping scales in place, but gradients are compared before clipping
             clipped = {name: gradient.clone() for name, gradient in gradients.items()}
             update(self.optimizer, self.case.optimizer, step + 1, self.parameters, clipped, norm)
         return total, gradients
+
+
+def moved_biases(
+    biases: Mapping[str, Bias], loads: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the biases that balance experts after a step that gave each of them so many tokens, by their buffers."""
+    moved = {}
+    for module, bias in biases.items():
+        load = loads[module].double()
+        moved[bias.buffer] = buffers[bias.buffer] + bias.rate * torch.sign(load.mean() - load)
+    return moved
+
+
+_DRAWS = 3
+"""The number of random counts and loads at which functions of the reference are compared with their formulas."""
+
+
+def step_errors(case: Case) -> Iterator[tuple[str, float]]:
+    """Yield the names of what ``scale`` and ``update`` of the reference return, each with its largest relative error
+    beside the divisions of the loss, and beside the biases, that the manifest says. Whole steps are compared with these
+    elsewhere; the certificate compares programs with the functions."""
+    run, names = ReferenceRun(case), {function.name for function in case.reference.functions}
+    random, within = torch.Generator().manual_seed(0), partial(torch.randint, 1, 1000)
+    for _ in range(_DRAWS):
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        if "scale" in names:
+            bound = case.reference.function("scale").bound("count")
+            counts = {name: within((), generator=random) for name in bound}
+            totals = {Binding("count", name): float(value) for name, value in counts.items()}
+            divisor, weights = divisors(case.divisions, totals, case.microbatches)
+            results, exact = run.of_step("scale", counts), partial(torch.tensor, dtype=torch.float64)
+            pairs[str(SCALE)] = results.pop(SCALE), exact(1.0 / divisor)
+            pairs.update((str(key), (value, exact(weights[key.name]))) for key, value in results.items())
+        if "update" in names:
+            loads = {
+                name: within(value.type.shape, generator=random)
+                for name, value in case.reference.function("update").bound("load").items()
+            }
+            moved = moved_biases(case.biases, loads, run.buffers)
+            results = run.of_step("update", loads, run.buffers)
+            pairs.update((str(key), (value, moved[key.name])) for key, value in results.items())
+        for name, (value, expected) in pairs.items():
+            yield name, largest_difference(value, expected) / (largest(expected) or 1.0)

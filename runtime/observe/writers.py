@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, final
 
-from ...compiler.build.output_files import FileKind, check_file
+from ...compiler.build.output_files import FileKind, check_file, open_output
 from ...compiler.torch_private import quiet
 from ...grammar.codes import NO_PACKAGE, UNWRITTEN
 from ..ranks.faults import RunError, writing
@@ -97,7 +97,7 @@ class MetricsFile:
         with writing(path):
             check_file(path, _METRICS)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115 closed by close()
+            self._file: IO[bytes] = open_output(path, "ab" if append else "wb")
         self._write({"run": dict(run)})
 
     def step(self, step: int, loss: float, **figures: Any) -> None:

@@ -308,7 +308,7 @@ class Programs:
             return None
         if kind == "own":
             parts = [[own(a, dim, outer, count, at[axes[0]])] for a, at in zip(local, RANKS, strict=True)]
-            return self.tensors.own(value, axes, dim, outer), [part for (part,) in parts]
+            return self.tensors.kept(value, axes, dim, outer), [part for (part,) in parts]
         result = []
         for ranks, a in zip(RANKS, local, strict=True):
             wide = a.new_zeros(*a.shape[:dim], size * count, *a.shape[dim + 1 :])

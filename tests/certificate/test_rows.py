@@ -406,6 +406,8 @@ CASES: list[tuple[str, Callable[[], list[Any]], dict[str, Any]]] = [
     ("aten.linalg_vector_norm.default", lambda: [real(4, 2, 6), 2, [-1, 0], True], {}),
     ("aten.linalg_vector_norm.default", lambda: [real(4, 6)], {}),
     *((f"aten.{name}", lambda: [real(4, 6, 2), 1], {}) for name in ("softmax.int", "log_softmax.int")),
+    ("aten.logsumexp.default", lambda: [real(4, 6, 2), [1]], {}),
+    ("aten.logsumexp.default", lambda: [real(4, 6, 2), [0, 2], True], {}),
     *((f"aten.{name}.default", lambda: [real(4, 6), -1, False], {}) for name in ("_softmax", "_log_softmax")),
     *((f"aten.{name}.default", lambda: [real(4, 6), above(4, 6), -1, F64], {}) for name in ("_softmax_backward_data",
          "_log_softmax_backward_data")),

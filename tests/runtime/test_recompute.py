@@ -11,11 +11,12 @@ import torch
 
 import parc
 from benchmarks.kept import COMMON, GPT, LLAMA, kept_by_parc
+from parc.checking.certified import certificate_of
 from parc.checking.checks import prove
-from parc.checking.twins import find_twin, subject_of
+from parc.checking.twins import subject_of
 from parc.compiler.program.actions import BACKWARD
 from parc.compiling.compiled import Compiled
-from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled
 from tests.draws import star
 from tests.planted_builds import ROOT
@@ -144,13 +145,9 @@ def test_exchanges_of_tokens_run_again(keep: str) -> None:
     assert sum(line.op == "parc.exchange" for line in lines) == (2 if keep else 4)
 
 
-def test_a_twin_gets_blocks_of_each_kind_or_says_how() -> None:
+def test_blocks_of_each_kind_are_certified_where_a_twin_has_fewer() -> None:
     model = PLAN.replace("dropout=0.1", "dropout=0.0") + "verify layers=1\n"
-    compilation = compiled(model.replace("layers=2", "layers=3") + "recompute blocks.[0..2:2]\n")
-    twin, differences = find_twin(compilation, compilation.build.programs)
-    assert not differences and twin.overrides == {"layers": 3}
     large = "mesh dp=16\nshard tokens, targets [B/dp, _]\nrecompute blocks.[0..8]\n"
     deep = compiled(model.replace("layers=2", "layers=10").replace("B=8", "B=32") + large)
-    with pytest.raises(PlanError) as refused:
-        subject_of(deep)
-    assert "keep `layers=10` in the `verify` line" in render(refused.value.diagnostics[0])
+    assert subject_of(deep).text.startswith("the twin: layers=2, ")
+    assert not certificate_of(deep.build).missing
