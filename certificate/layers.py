@@ -9,6 +9,7 @@ from typing import Any
 
 from .letters import number
 from .meaning import Value
+from .padding import real_entries
 from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
 from .tensors import Tensors
 from .text import Refused
@@ -393,20 +394,32 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 @row("parc.row_max")
 def _(c: Call) -> Value:
     x, axes = c.args
+    if (padded := real_entries(c, x, c.types[0])) is not None:
+        return c.tensors.largest(padded[0], [len(x.dims) - 1], True)
     return c.tensors.largest(x, [len(x.dims) - 1], True, c.axes(axes))
+
+
+def _entries_of_loss(c: Call, at: int) -> tuple[Value, Value, Value]:
+    """Return, for the logits at a position among operands: exponentials, marks of the targets, and the marked logits
+    below the largest, each on a rank's part of the classes."""
+    t, (x, peak, targets) = c.tensors, c.args[at : at + 3]
+    padded = real_entries(c, x, c.types[at])
+    real, place = (x, c.position(1, c.types[at])) if padded is None else (padded[0], c.places(padded[0].shape[1]))
+    below = t.plus(real, peak, by=(1, -1))
+    exponentials, (marks, _) = t.pointwise("exp", [below]), _marks(c, targets, place)
+    entries = exponentials, marks, t.times(marks, below)
+    return entries if padded is None else tuple(map(padded[1], entries))  # type: ignore[return-value]
 
 
 @row("parc.loss_parts.default")
 def _(c: Call) -> Value:
-    t, (x, peak, targets) = c.tensors, c.args
-    _, _, total, target = _parts_of_loss(c, x, peak, targets, c.position(1, c.types[0]))
-    return t.cat([t.unsqueeze(total, 0), t.unsqueeze(target, 0)], 0)
+    t, (exponentials, _, below) = c.tensors, _entries_of_loss(c, 0)
+    return t.cat([t.unsqueeze(t.total(each, [1]), 0) for each in (exponentials, below)], 0)
 
 
 @row("parc.loss_parts_backward.default")
 def _(c: Call) -> Value:
-    t, (g, x, peak, targets) = c.tensors, c.args
-    exponentials, marks, _, _ = _parts_of_loss(c, x, peak, targets, c.position(1, c.types[1]))
+    t, g, (exponentials, marks, _) = c.tensors, c.args[0], _entries_of_loss(c, 1)
     to_sum, to_target = (t.unsqueeze(t.select(g, 0, at), 1) for at in (0, 1))
     return t.plus(t.times(to_sum, exponentials), t.times(to_target, marks))
 

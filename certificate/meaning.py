@@ -108,6 +108,17 @@ def _letters(read: Read) -> set[Letter]:
     return {letter for _, terms in read.maps for letter, _ in terms}
 
 
+def _replaced(index: Affine, here: Affine, letter: Letter) -> Affine:
+    """Return an index with a letter in the place of a sum of letters, at any multiple of it."""
+    strides = dict(index[1])
+    times, rest = divmod(strides.get(here[1][-1][0], 0), here[1][-1][1])
+    if not times or rest or any(strides.get(key) != times * stride for key, stride in here[1]) or letter in strides:
+        return index
+    for key, _ in here[1]:
+        del strides[key]
+    return index[0] - times * here[0], ordered({**strides, letter: times})
+
+
 def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
@@ -246,6 +257,11 @@ class Table(Nodes):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
+            parts = [
+                read if read.node == self.delta or read.node in closed else self.part(read, sizes) for read in factors
+            ]
+            if parts != factors:
+                return self.product(coefficient, parts, sizes, left, closed)
         letters = [_letters(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
@@ -477,10 +493,16 @@ class Table(Nodes):
             if letter in summed:
                 return moved, summed - {letter}
             back = there[1][0][0] if len(there[1]) == 1 and there[0] == 0 and there[1][0][1] == 1 else None
-            if back is not None and _rank(letter) < _rank(back):
+            if back is not None and back not in summed and _rank(letter) < _rank(back):
                 continue  # of two letters that are equal, one stands in the place of the other, and never back
             if here[0] == 0 and stride == 1 and moved != others:
                 return [Read(1, self.delta, (here, there)), *moved], summed
+        for here, there in (maps, maps[::-1]):
+            if len(here[1]) > 1 and there[0] == 0 and len(there[1]) == 1 and there[1][0][1] == 1:
+                letter = there[1][0][0]  # several letters that are one letter together
+                moved = [r._replace(maps=tuple(_replaced(index, here, letter) for index in r.maps)) for r in others]
+                if letter in summed and moved != others:
+                    return [Read(1, self.delta, (here, there)), *moved], summed
         for here, there in (maps, maps[::-1]):
             if any(letter in summed for letter, _ in there[1]):
                 self._divide(here, [stride for _, stride in there[1]], summed, sizes)
@@ -613,6 +635,12 @@ class Table(Nodes):
             reads, inside, over = self._opened(node, index, sizes, set())
             return self.product(1, [self.part(r, inside) for r in reads], inside, over)
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
+        if node.op == "filled":  # what is real of it is what it reads
+            (loop,) = (at for at in range(len(node.sizes)) if at not in shared)
+            low, high = range_of(read.maps[loop], sizes, self.mesh)
+            if low >= 0 and high < node.inner[0]:
+                (real,), index[len(node.sizes)] = node.reads, read.maps[loop]
+                return self.part(Read(real.coefficient, real.node, substitute(real.maps, index)), sizes)
         alone = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
         index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
         lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}

@@ -16,6 +16,7 @@ from typing import Any
 from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
 from .describe import describe
 from .meaning import DivideAxis, Table, Value
+from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
 from .tensors import MICROBATCH
@@ -119,6 +120,11 @@ class Step:
             self.stored = {name: read_type(str(text), self.mesh) for name, text in stored.items()}
         except (LookupError, TypeError, ValueError) as error:
             raise Refused(f"manifest.json: {error}") from None
+        padding = build.manifest.get("padding", {})
+        try:
+            self.padding = {name: [tuple(map(int, row)) for row in rows] for name, rows in padding.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise Refused(f"manifest.json: its padding is none: {error}") from None
         if partial := sorted(name for name, type_ in self.stored.items() if type_.partial):
             raise Refused(f"the manifest stores `{partial[0]}` as parts of a sum")
 
@@ -140,10 +146,16 @@ class Step:
             raise Refused(f"the model reads no `{parameter.binding}`")
         if parameter.type.partial:
             raise Refused(f"`{parameter.binding}` is read as parts of a sum")
-        if parameter.type.shape != shape:
+        if name in self.padding and parameter.type.shape != shape:  # the model itself reads it without
+            whole = padded_whole(self.tensors, self.tensors.leaf(parameter.binding, shape), self.padding[name])
+        else:
+            whole = None
+        if parameter.type.shape != (shape if whole is None else whole.shape):
             raise Refused(
                 f"`{parameter.binding}` is of {list(parameter.type.shape)}, and of {list(shape)} in the model"
             )
+        if whole is not None:
+            return self.tensors.cut(whole, parameter.type)
         each = self.microbatches if kind in _OF_BATCH else 1
         node = self.table.leaf(parameter.binding, (each, *shape) if each > 1 else shape)
         return self.tensors.piece(node, parameter.type, each)
@@ -237,7 +249,7 @@ class Step:
         self.loads: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.partial: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
-        self.pieces = {name: self._piece(name) for name in self.gradients}  # first: it says how to count ranks
+        self.pieces = {name: self._piece(name) for name in self.gradients if name not in self.padding}
         self._ahead()
         trains = any(action == "B" for _, action in self.build.programs)
         saved = self._forwards()
@@ -455,7 +467,12 @@ class Step:
             gradient = names.get(name)
             if gradient is None:
                 return value
-            self.same(program, f"gradient {gradient}", value, self.pieces[gradient])
+            if (rows := self.padding.get(gradient)) is None:
+                expected = self.pieces[gradient]
+            else:  # that the rest is zero, parc's check of padding proves
+                expected = self.gradients[gradient]
+                value = real_whole(self.tensors, value, self.stored[gradient], rows)
+            self.same(program, f"gradient {gradient}", value, expected)
             return symbols[gradient]
 
         return settle

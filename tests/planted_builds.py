@@ -31,7 +31,7 @@ from tests.planted_edits import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
-CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "certificate", "known")
+CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "certificate", "equal", "known")
 """The checks in the order in which they are asked."""
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -337,7 +337,8 @@ def reread(programs: Programs, good: Programs) -> dict[str, Program]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first check that refuses, "" if none does; and whether the checks of types refuse by themselves."""
+    """The first check that refuses, "" if none does, ``equal`` where numbers agree and the certificate proves that
+    nothing is changed; and whether the checks of types refuse by themselves."""
 
     check: str
     reason: str
@@ -379,7 +380,8 @@ def judge(
         return Verdict("numbers", f"does not run: {error}", False)
     if not agreement.largest <= TOLERANCE:
         return Verdict("numbers", str(agreement.worst), False)
+    if certificate_of(build.build).missing or role.actions != tuple(actions):
+        return Verdict("", "every check accepts it", False)
     missing = certificate_of(in_texts(build.build, read)).missing
-    if missing and not certificate_of(build.build).missing:
-        return Verdict("certificate", missing, False)
-    return Verdict("", "every check accepts it", False)
+    same = programs is case.programs
+    return Verdict("certificate", missing, False) if missing else Verdict("" if same else "equal", "it is equal", False)

@@ -81,7 +81,9 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         return [str(fault) for fault in faults]
     texts = {name: text for name, text in build.texts.items() if not name.startswith("programs/stage")}
     texts = {name: text for name, text in texts.items() if not re.match(r"programs/pp\d", name)}
-    texts |= {f"programs/{name}.py": program.text() for name, program in programs.items()}
+    written = {f"programs/{name}.py": (name, program.text()) for name, program in programs.items()}
+    # programs that do nothing, as those of training in an evaluation, have no file
+    texts |= {file: text for file, (name, text) in written.items() if file in build.texts or name not in build.programs}
     missing = certificate_of(replace(compiled.build, texts=texts)).missing
     return [missing] if missing else []
 
@@ -177,7 +179,10 @@ def in_pipeline(build: Good) -> Iterator[Mutant]:
         return build.programs[name].action not in ("F", "B")
 
     numbers = re.compile(r"\.(F|B) .*aten.mul.Scalar")  # nothing but numbers tells that a stage computes another one
-    yield from (mutant for mutant in mutants(build.programs, between) if not numbers.search(mutant.what))
+    zeros = re.compile(r" zeros by .*aten.mul.Scalar")  # they stay zeros
+    for mutant in mutants(build.programs, between):
+        if not numbers.search(mutant.what) and not zeros.search(mutant.what):
+            yield mutant
     bugs = [("put a program elsewhere", _places), ("return a value twice", _returned_twice)]
     if any("gradient" in str(key) for p in build.programs.values() for key, _ in p.main.returns):
         bugs += [("count a gradient of another role", _counted_too), ("sum other gradients", _mixed)]

@@ -65,7 +65,7 @@ class Checked:
     first: FirstCheck | None = None
     """The step that a run repeats first."""
     certificate: Certificate = NOT_ASKED
-    """What the independent checker says of the build's texts."""
+    """The answer of the independent checker for the build's texts."""
     warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
 

@@ -281,7 +281,10 @@ def test_a_model_that_changed_is_not_imported(capsys: Captured, copy: Path) -> N
     assert code == 1 and "error[P0211]" in err and "`gpt.py` of the model's code changed since the build" in err
     assert not (copy.parent / "gpt.py.ran").exists()
     code, _, err = parc(capsys, "verify", "--static", copy)
-    assert code == 0 and "shapes proved, types proved, communication proved, equality certified; the model was not imported" in err
+    assert (
+        code == 0
+        and "shapes proved, types proved, communication proved, equality certified; the model was not imported" in err
+    )
     assert not (copy.parent / "gpt.py.ran").exists()
     program = copy / "programs" / "stage0.B.py"
     text = program.read_text()
