@@ -130,19 +130,19 @@ def _(c: Call) -> Value:
 @row("parc.reduce_scatter", "parc.reduce_scatter_int8")
 def _(c: Call) -> Value:
     x, axes, dim, outer = c.args
-    return c.tensors.own(c.tensors.over(x, c.axes(axes)), c.axes(axes), dim, outer)
+    return c.tensors.kept(c.tensors.over(x, c.axes(axes)), c.axes(axes), dim, outer)
 
 
 @row("parc.shard")
 def _(c: Call) -> Value:
     x, axes, dim, outer = c.args
-    return c.tensors.own(x, c.axes(axes), dim, outer)
+    return c.tensors.kept(x, c.axes(axes), dim, outer)
 
 
 @row("parc.all_to_all")
 def _(c: Call) -> Value:
     x, axes, dim, outer, to, to_outer = c.args
-    return c.tensors.own(c.tensors.gathered(x, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
+    return c.tensors.kept(c.tensors.gathered(x, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
 
 
 @row("parc.pad")
@@ -165,7 +165,7 @@ def _(c: Call) -> tuple[Value, ...]:
     if not backward:
         return _attention(replace(c, args=tuple(args), types={0: c.types[0], 1: whole}))
     gq, gk, gv = _attention_gradients(c, (c.types[2], whole), *args)
-    return gq, *(t.own(t.over(g, axes), axes, 2, outer) for g in (gk, gv))
+    return gq, *(t.kept(t.over(g, axes), axes, 2, outer) for g in (gk, gv))
 
 
 def _outer(type_: Type, dim: int, axis: str) -> int:

@@ -272,7 +272,7 @@ def _(c: Call) -> Value:
     facts, index = c.args[2:7], c.args[7]
     kernel, stride, padding, dilation = (tuple(_each(each or facts[0], 2)) for each in facts[:4])
     padding = tuple(_each(facts[2], 2))
-    node = c.tensors.table.nodes[index.node]
+    node = c.tensors.table.node(index.node)
     windows = node.args[0] if isinstance(node.args, tuple) else ()
     if node.op != "largest of windows at" or windows != (kernel, stride, padding, dilation, facts[4]):
         raise Refused(f"{c.line.op} of other windows than its indices are of")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import permutations
 from math import isfinite
@@ -50,7 +50,17 @@ def reduced(value: Number) -> Number:
 def substitute(maps: Maps, letters: Mapping[Letter, Affine]) -> Maps:
     """Return maps with an index in the place of each letter. Axes that are not among ``letters`` stay."""
     result = []
-    for offset, terms in maps:
+    for index in maps:
+        offset, terms = index
+        if len(terms) == 1:  # most are one letter in the place of another
+            ((letter, stride),) = terms
+            at = letters.get(letter) if isinstance(letter, str) else letters[letter]
+            if at is None:
+                result.append(index)
+                continue
+            if len(at[1]) < 2:
+                result.append((offset + stride * at[0], tuple([(key, stride * inner) for key, inner in at[1]])))
+                continue
         strides: dict[Letter, int] = {}
         for letter, stride in terms:
             at = letters.get(letter) if isinstance(letter, str) else letters[letter]
@@ -82,8 +92,44 @@ def length_of(letter: Letter, sizes: Mapping[Letter, int], mesh: Mapping[str, in
     return mesh[letter.removeprefix("~")] if size is None else size
 
 
+def range_of(index: Affine, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Return the least and the largest number of an index."""
+    low = high = index[0]
+    for letter, stride in index[1]:
+        reach = stride * (length_of(letter, sizes, mesh) - 1)
+        low, high = low + min(reach, 0), high + max(reach, 0)
+    return low, high
+
+
+def apart(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> bool | None:
+    """Return whether two indices are never equal, or (False) always; None where it depends on letters."""
+    (one, first), (other, second) = maps
+    strides = dict(first)
+    for letter, stride in second:
+        strides[letter] = strides.get(letter, 0) - stride
+    low, high = range_of((one - other, tuple(strides.items())), sizes, mesh)
+    return False if low == high == 0 else True if low > 0 or high < 0 else None
+
+
+def digits(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> tuple[Maps, Maps] | None:
+    """Return two indices as their higher and their lower digits, where these compare separately."""
+    for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
+        high: list[Affine] = []
+        low: list[Affine] = []
+        for offset, terms in maps:
+            high.append((offset // base, tuple((k, s // base) for k, s in terms if s % base == 0)))
+            low.append((offset % base, tuple((k, s) for k, s in terms if s % base)))
+        ends = [range_of(index, sizes, mesh) for index in low]
+        separate = all(least >= 0 and most < base for least, most in ends)
+        if separate and all(any(index[1] or index[0] for index in part) for part in (high, low)):
+            return tuple(high), tuple(low)
+    return None
+
+
 Groups = dict[Letter, tuple[list[tuple[Letter, int]], int]]
 """Joined letters by the most minor of them: each with its stride in the joined letter, and the size of that."""
+Terms = Sequence[Sequence[Sequence[tuple[Letter, int]]]]
+"""The letters, with strides, of each loop of each read."""
 
 
 def joined_letters(
@@ -92,35 +138,49 @@ def joined_letters(
     sizes: Mapping[Letter, int],
     mesh: Mapping[str, int],
     order: list[Letter],
-) -> tuple[Groups, list[list[list[tuple[Letter, int]]]]]:
+) -> tuple[Groups, Terms]:
     """Join the letters that are always read one behind the other. Return the joined letters, and the terms of each
     read's loops with these alone. Those in ``order`` are joined only where they are neighbours there, and leave it: an
     operator sees their entries in this order."""
-    rows: dict[Letter, list[tuple[int, int, int]]] = {}
+    rows: dict[Letter, list[tuple[int, int]]] = {}
     for at, read in enumerate(reads):
-        for loop, (_, terms) in enumerate(read.maps):
+        for loop, (_, terms) in enumerate(read.maps, at << 16):
             for letter, stride in terms:
-                rows.setdefault(letter, []).append((at, loop, stride))
+                rows.setdefault(letter, []).append((loop, stride))
     groups: Groups = {letter: ([(letter, 1)], length_of(letter, sizes, mesh)) for letter in rows}
-    if len(rows) > 1:
-        by_rows = {(letter in inside, tuple(row)): letter for letter, row in rows.items()}
-        changed = True
-        while changed:
-            changed = False
-            for letter, (members, size) in groups.items():
-                above = tuple((at, loop, stride * size) for at, loop, stride in rows[letter])
-                major = by_rows.get((letter in inside, above))
-                if major is not None and major in groups and major != letter:
-                    if letter in order and major not in order[: order.index(letter)][-1:]:
-                        continue
-                    if letter in order:
-                        order.remove(major)
-                    before, count = groups.pop(major)
-                    groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
-                    changed = True
-                    break
-    left = [[[term for term in terms if term[0] in groups] for _, terms in read.maps] for read in reads]
-    return groups, left
+    places: dict[Hashable, list[Letter]] = {}
+    for letter, row in rows.items():
+        places.setdefault((letter in inside, *[place for place, _ in row]), []).append(letter)
+    for letters in places.values():
+        if len(letters) > 1:
+            _join(letters, rows, groups, order)
+    if len(groups) == len(rows):
+        return groups, [[terms for _, terms in read.maps] for read in reads]
+    return groups, [[[term for term in terms if term[0] in groups] for _, terms in read.maps] for read in reads]
+
+
+def _join(
+    letters: Sequence[Letter], rows: Mapping[Letter, list[tuple[int, int]]], groups: Groups, order: list[Letter]
+) -> None:
+    """Join letters that are read at the same places, where one counts what the other does all of."""
+    by_row = {tuple(rows[letter]): letter for letter in letters}
+    changed = True
+    while changed:
+        changed = False
+        for letter in letters:
+            if letter not in groups:
+                continue
+            members, size = groups[letter]
+            major = by_row.get(tuple([(place, stride * size) for place, stride in rows[letter]]))
+            if major is None or major not in groups or major == letter:
+                continue
+            if letter in order:
+                if major not in order[: order.index(letter)][-1:]:
+                    continue
+                order.remove(major)
+            before, count = groups.pop(major)
+            groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
+            changed = True
 
 
 _MOST_ORDERS = 720
@@ -129,22 +189,25 @@ _MOST_ORDERS = 720
 
 def orders_of(
     reads: Sequence[Read],
-    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    terms: Terms,
     groups: Groups,
     inside: frozenset[Letter],
 ) -> Iterable[Sequence[int]]:
     """Return the orders of the reads of an operator that commutes: by what they read, and all orders of those that
     this does not tell apart."""
+    nodes = [read.node for read in reads]
+    if len(set(nodes)) == len(nodes):
+        return [sorted(range(len(nodes)), key=nodes.__getitem__)]
     keys = [
         (
             read.node,
-            tuple(
-                (offset, tuple(sorted((stride, groups[key][1], key in inside) for key, stride in row)))
+            tuple([
+                (offset, tuple(sorted([(stride, groups[key][1], key in inside) for key, stride in row])))
                 for (offset, _), row in zip(read.maps, rows, strict=True)
-            ),
+            ]),
         )
         for read, rows in zip(reads, terms, strict=True)
-    ]
+    ]  # fmt: skip
     order = sorted(range(len(reads)), key=keys.__getitem__)
     ties: list[list[int]] = []
     for at in order:
@@ -164,27 +227,26 @@ def orders_of(
 
 def numbered(
     reads: Sequence[Read],
-    terms: Sequence[Sequence[Sequence[tuple[Letter, int]]]],
+    terms: Terms,
     order: Sequence[int],
     inside: frozenset[Letter],
-    own: Sequence[Letter],
+    alone: Sequence[Letter],
     keep: Sequence[Letter],
 ) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
     """Return the reads in an order, with letters numbered as they are first read, and these letters."""
-    entry, within = dict.fromkeys(own), dict.fromkeys(keep)
+    entry, within = dict.fromkeys(alone), dict.fromkeys(keep)
     for at in order:
         for row in terms[at]:
             for letter, _ in row:
                 (within if letter in inside else entry).setdefault(letter)
     numbers = {letter: index for index, letter in enumerate((*entry, *within))}
-    encoded = tuple(
-        Read(reads[at].coefficient, reads[at].node, tuple(
-            (offset, tuple((numbers[letter], stride) for letter, stride in row))
-            for (offset, _), row in zip(reads[at].maps, terms[at], strict=True)
-        ))
-        for at in order
-    )  # fmt: skip
-    return encoded, list(entry), list(within)
+    encoded = []
+    for at in order:
+        maps = []
+        for (offset, _), row in zip(reads[at].maps, terms[at], strict=True):
+            maps.append((offset, tuple([(numbers[letter], stride) for letter, stride in row])))
+        encoded.append(Read(reads[at].coefficient, reads[at].node, tuple(maps)))
+    return tuple(encoded), list(entry), list(within)
 
 
 def nested(letters: Sequence[set[Letter]], over: set[Letter]) -> tuple[frozenset[int], set[Letter]] | None:

@@ -24,7 +24,7 @@ The normal form (`Table`) is made where a node is made:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import isnan
 from typing import NamedTuple
@@ -36,7 +36,9 @@ from .letters import (
     Maps,
     Number,
     Read,
+    apart,
     components,
+    digits,
     joined_letters,
     length_of,
     nested,
@@ -44,26 +46,15 @@ from .letters import (
     ordered,
     orders_of,
     product_of,
+    range_of,
     reduced,
     substitute,
 )
+from .nodes import Node, Nodes, Seen
 from .text import Refused
 
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
-MOST_TERMS = 6
-"""The number of terms from which sums of a model get names."""
-
-
-class Node(NamedTuple):
-    """A node: operator, other arguments, sizes of its loops and of its inner letters, and what it reads. Letters count
-    loops first and inner letters behind them."""
-
-    op: str
-    args: Hashable
-    sizes: tuple[int, ...]
-    inner: tuple[int, ...]
-    reads: tuple[Read, ...]
 
 
 class Value(NamedTuple):
@@ -132,30 +123,17 @@ def _rank(letter: Letter) -> tuple[bool, str]:
     return isinstance(letter, str), str(letter)
 
 
-class Table:
-    """The one table of nodes. Equal meanings have equal numbers."""
+class Table(Nodes):
+    """The one table of nodes, in normal form. Equal meanings have equal numbers."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
+        super().__init__()
         self.mesh = dict(mesh)
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
-        self.nodes: list[Node] = []
-        self._index: dict[Node, int] = {}
         self._fresh = 0
-        self._places: dict[int, bool] = {}
-        self.naming = False
-        """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
-        and others then has few terms. What is equal gets the name too, if all its terms are there together."""
-        self.names: dict[int, int] = {}
-        self._parts: dict[Hashable, Read] = {}
-        self._compared: dict[int, frozenset[int]] = {}
-        self._wholes: dict[int, tuple[int, Maps]] = {}
-        """The node of which a node is a part, and where: by the loops of the part."""
-        self.one = self._add(Node("one", (), (), (), ()))
+        self._known: dict[Hashable, tuple[Read, Seen | None]] = {}
         self.zero = Value(0, self.one, (), ())
-        self.tops: dict[int, int] = {}
-        """The number of experts that each token has, by the node that marks them."""
-        self.delta = self.leaf("delta", (0, 0))
 
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, of these sizes.
@@ -168,17 +146,6 @@ class Table:
             raise Refused(f"`{axis}` is split over parts of a dim")
         self.axes[axis] = letters
         self.mesh.update((name, size) for size, name in letters)
-
-    def _add(self, node: Node) -> int:
-        at = self._index.get(node)
-        if at is None:
-            at = self._index[node] = len(self.nodes)
-            self.nodes.append(node)
-        return at
-
-    def leaf(self, name: str, sizes: Sequence[int], args: Hashable = ()) -> int:
-        """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
-        return self._add(Node(name, args, tuple(sizes), (), ()))
 
     def fresh(self) -> Letter:
         """Return a letter that nothing else has."""
@@ -194,11 +161,11 @@ class Table:
         reads: Sequence[Read],
         sizes: Mapping[Letter, int],
         inner: Iterable[Letter] = (),
-        own: Sequence[Letter] = (),
+        alone: Sequence[Letter] = (),
         commutes: bool = False,
         keep: Sequence[Letter] = (),
     ) -> tuple[int, Maps, Number]:
-        """Return the node of an operator, the index of each of its loops, and a coefficient in front. ``own`` are
+        """Return the node of an operator, the index of each of its loops, and a coefficient in front. ``alone`` are
         letters of the result that no operand is read by; ``keep`` inner letters that matter even where nothing is read
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
@@ -206,7 +173,7 @@ class Table:
         groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
         best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
         for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
-            candidate = numbered(reads, terms, order, inside, own, keep)
+            candidate = numbered(reads, terms, order, inside, alone, keep)
             if best is None or candidate[0] < best[0]:
                 best = candidate
         assert best is not None
@@ -219,7 +186,8 @@ class Table:
         depths = tuple(
             lengths[letter] if letter in lengths else length_of(letter, sizes, self.mesh) for letter in within
         )
-        node = self._add(Node(op, args, loops, depths, encoded))
+        shape = self._shape(op, args, loops, depths, [(r.coefficient, r.maps) for r in encoded])
+        node = self.add(shape, tuple([r.node for r in encoded]))
         index = ((0, ordered(dict(groups[letter][0])) if letter in groups else ((letter, 1),)) for letter in entry)
         return node, tuple(index), lead
 
@@ -238,7 +206,7 @@ class Table:
         while stack:
             read = stack.pop()
             coefficient *= read.coefficient
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op == "product" and not node.inner:
                 index = dict(enumerate(read.maps))
                 stack.extend(Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
@@ -246,21 +214,43 @@ class Table:
                 factors.append(read if read.coefficient == 1 else read._replace(coefficient=1))
         if not coefficient:
             return Read(0, self.one, ())
+        used = {letter for read in factors for _, terms in read.maps for letter, _ in terms}
+        left, done = set(), frozenset(closed)
+        for letter in summed:
+            if letter in used:
+                left.add(letter)
+            else:
+                coefficient *= length_of(letter, sizes, self.mesh)
+        if left:
+            result = self._once(done, factors, sizes, left, lambda: self._product(factors, sizes, left, done))
+        else:
+            result = self._product(factors, sizes, left, done)
+        return result if coefficient == 1 else self._scaled(result, coefficient)
+
+    def _scaled(self, read: Read, by: Number) -> Read:
+        """Return a multiple of a read."""
+        return Read(reduced(read.coefficient * by), read.node, read.maps)
+
+    def _product(
+        self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: frozenset[int]
+    ) -> Read:
+        """Return the product of factors that are no products themselves, summed over letters that some of them have."""
         for at, read in enumerate(factors):
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op not in ("sum", "product") or read.node in closed:
                 continue
-            if (len(factors) > 1 and self._is_piece(read.node)) or self.touches(read, summed, sizes):
+            if (len(factors) > 1 and self.look(read.node)[2]) or self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
                 if node.op == "sum" and (whole := self._rejoined(factors, at, summed, sizes)) is not None:
-                    return self.product(coefficient, *whole)
+                    return self.product(1, *whole)
                 if node.op == "sum":
                     terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
-                    return self.sum([self.product(coefficient, [*rest, term], sizes, summed) for term in terms], sizes)
-                reads, inside, more = self._opened(node, index, sizes, set(summed))
-                return self.product(coefficient, rest + reads, inside, more)
+                    return self.sum([self.product(1, [*rest, term], sizes, summed) for term in terms], sizes)
+                reads, inside, more = self._opened(node, index, sizes, summed)
+                return self.product(1, rest + reads, inside, more)
+        coefficient: Number = 1
         left = set(summed)
         if any(read.node == self.delta for read in factors):
             simpler = self._placed(factors, left, sizes)
@@ -291,7 +281,7 @@ class Table:
         """Return a product without a sum."""
         factors: list[Read] = []
         for read in reads:
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             coefficient *= read.coefficient
             if node.op == "product" and not node.inner:
                 index = dict(enumerate(read.maps))
@@ -310,8 +300,8 @@ class Table:
     def _cancelled(self, factors: list[Read]) -> list[Read]:
         """Return factors without those that stand beside their own inverse."""
         for read in factors:
-            if self.nodes[read.node].op == "inverse":
-                (inner,) = self.nodes[read.node].reads
+            if self.node(read.node).op == "inverse":
+                (inner,) = self.node(read.node).reads
                 other = Read(1, inner.node, substitute(inner.maps, dict(enumerate(read.maps))))
                 if other in factors:
                     rest = list(factors)
@@ -326,7 +316,7 @@ class Table:
         """Return the sum, over letters, of a product of factors that these letters connect."""
         if len(factors) == 1:
             (read,) = factors
-            node, index = self.nodes[read.node], dict(enumerate(read.maps))
+            node, index = self.node(read.node), dict(enumerate(read.maps))
             if node.op == "sum":
                 terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
                 return self.sum([self.product(1, [term], sizes, over) for term in terms], sizes)
@@ -356,7 +346,7 @@ class Table:
             }
             if placed and rest and over - placed:
                 first = self.product(1, rest, sizes, over - placed)
-                closed = {first.node, *(read.node for read in self.nodes[first.node].reads)}
+                closed = {first.node, *(read.node for read in self.node(first.node).reads)}
                 return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
             nest = nested(letters, over)
             if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
@@ -400,7 +390,7 @@ class Table:
         stack = list(terms)
         while stack:
             read = self.part(stack.pop(), sizes)
-            node = self.nodes[read.node]
+            node = self.node(read.node)
             if node.op == "sum":
                 index = dict(enumerate(read.maps))
                 stack.extend(
@@ -417,16 +407,16 @@ class Table:
         common = set.intersection(*(set(self.common(read)) for read in reads))
         if common:
             rest = self.sum([self.without(read, common, sizes) for read in reads], sizes)
-            return self._pure(1, [*sorted(common, key=str), rest], sizes)
+            return self._pure(
+                1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes
+            )
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
-        if self.naming and len(reads) >= MOST_TERMS and at not in self.names and not self._is_piece(at):
-            self.names[at] = self.leaf("named sum", self.nodes[at].sizes, at)
-        return Read(lead, self.names.get(at, at), maps)
+        return Read(lead, at, maps)
 
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
         numbers, and identity matrices."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         if node.op != "product" or node.inner:
             outside = node.op not in ("one", "sum") and (not node.sizes or read.node == self.delta)
             return (read._replace(coefficient=1),) if outside else ()
@@ -438,7 +428,7 @@ class Table:
         """Return a read without one of each of these factors."""
         if not factors:
             return read
-        node, index = self.nodes[read.node], dict(enumerate(read.maps))
+        node, index = self.node(read.node), dict(enumerate(read.maps))
         if node.op != "product" or node.inner:
             return Read(read.coefficient, self.one, ())
         rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
@@ -480,20 +470,20 @@ class Table:
         Raises:
             _NothingPickedError: its two indices are never equal.
         """
-        apart = self._apart(maps, sizes)
-        if apart:
+        never = apart(maps, sizes, self.mesh)
+        if never:
             raise _NothingPickedError
-        if apart is False:
+        if never is False:
             return others, summed
-        if (digits := self._digits(maps, sizes)) is not None:
-            return [*(Read(1, self.delta, each) for each in digits), *others], summed
+        if (parts := digits(maps, sizes, self.mesh)) is not None:
+            return [*(Read(1, self.delta, each) for each in parts), *others], summed
         for here, there in (maps, maps[::-1]):
             if len(here[1]) != 1 or abs(here[1][0][1]) != 1 or any(here[1][0][0] == key for key, _ in there[1]):
                 continue
             # here = offset + stride * letter = there, so letter = stride * (there - offset)
             ((letter, stride),) = here[1]
             index = (stride * (there[0] - here[0]), tuple((k, stride * s) for k, s in there[1]))
-            low, high = self._range(index, sizes)
+            low, high = range_of(index, sizes, self.mesh)
             size = length_of(letter, sizes, self.mesh)
             if high < 0 or low >= size:
                 raise _NothingPickedError
@@ -529,29 +519,6 @@ class Table:
                 if not rest and 1 < inner < size and not size % inner:
                     raise Divide(letter, (size // inner, inner))
 
-    def _apart(self, maps: Maps, sizes: Mapping[Letter, int]) -> bool | None:
-        """Return whether two indices are never equal, or (False) always; None where it depends on letters."""
-        (one, first), (other, second) = maps
-        strides = dict(first)
-        for letter, stride in second:
-            strides[letter] = strides.get(letter, 0) - stride
-        low, high = self._range((one - other, tuple(strides.items())), sizes)
-        return False if low == high == 0 else True if low > 0 or high < 0 else None
-
-    def _digits(self, maps: Maps, sizes: Mapping[Letter, int]) -> tuple[Maps, Maps] | None:
-        """Return two indices as their higher and their lower digits, where these compare separately."""
-        for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
-            high: list[Affine] = []
-            low: list[Affine] = []
-            for offset, terms in maps:
-                high.append((offset // base, tuple((k, s // base) for k, s in terms if s % base == 0)))
-                low.append((offset % base, tuple((k, s) for k, s in terms if s % base)))
-            ends = [self._range(index, sizes) for index in low]
-            separate = all(least >= 0 and most < base for least, most in ends)
-            if separate and all(any(index[1] or index[0] for index in part) for part in (high, low)):
-                return tuple(high), tuple(low)
-        return None
-
     def _joined_first(
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
@@ -570,41 +537,28 @@ class Table:
         lengths = {names[key]: size for key, (_, size) in groups.items()}
         return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
 
-    def has_places(self, at: int) -> bool:
-        """Return whether a node places entries by an identity matrix, so that a part of it may be simpler."""
-        known = self._places.get(at)
-        if known is None:
-            node = self.nodes[at]
-            if node.op == "sum":
-                known = any(self.has_places(read.node) for read in node.reads)
-            else:
-                known = node.op == "product" and any(
-                    read.node == self.delta or self.has_places(read.node) for read in node.reads
-                )
-            self._places[at] = known
-        return known
-
     def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
         """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or
         not all of them are read one by one."""
-        if not self.has_places(read.node):
+        node, compared = self.node(read.node), self.look(read.node)[1]
+        if not compared:
             return False
-        node = self.nodes[read.node]
         plain = {
             at for at, (offset, terms) in enumerate(read.maps)
             if offset == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0] not in summed
             and length_of(terms[0][0], sizes, self.mesh) == node.sizes[at]
         }  # fmt: skip
-        return len(plain) < len(node.sizes) and any(loop not in plain for loop in self._rows(read.node))
+        return not compared <= plain
 
     def _in_pieces(self, read: Read, summed: Iterable[Letter]) -> bool:
         """Return whether a product with a sum becomes a sum of products: each term is a piece that an identity matrix
         places, or one of them compares ranks that are summed. Else each product would have as many terms as both
         factors together."""
         axes = {letter for letter in summed if isinstance(letter, str)}
-        if axes and any(letter in axes for loop in self._rows(read.node) for letter, _ in read.maps[loop][1]):
+        compared = self.look(read.node)[1]
+        if axes and any(letter in axes for loop in compared for letter, _ in read.maps[loop][1]):
             return True
-        return self._is_piece(read.node)
+        return self.look(read.node)[2]
 
     def _rejoined(
         self, factors: list[Read], at: int, summed: Iterable[Letter], sizes: Mapping[Letter, int]
@@ -612,62 +566,65 @@ class Table:
         """Return factors in which ranks' parts of a node, which are summed over all ranks, are the node again; None
         where other factors have these parts otherwise."""
         read, axes = factors[at], {letter for letter in summed if isinstance(letter, str)}
-        if (whole := self._wholes.get(read.node)) is None or _letters(read).isdisjoint(axes):
+        if (whole := self.whole(read.node)) is None or _letters(read).isdisjoint(axes):
             return None
         again = Read(read.coefficient, whole[0], substitute(whole[1], dict(enumerate(read.maps))))
         joined = self._joined_first([*factors[:at], again, *factors[at + 1 :]], set(summed), sizes)
         return None if joined is None or axes <= joined[2] else joined
 
-    def _is_piece(self, at: int) -> bool:
-        """Return whether a node is a product with an identity matrix, which may stand in one of its factors, or a sum
-        of such."""
-        node = self.nodes[at]
-        if node.op == "sum":
-            return all(self._is_piece(term.node) for term in node.reads)
-        return at == self.delta or (node.op == "product" and any(self._is_piece(read.node) for read in node.reads))
-
-    def _rows(self, at: int) -> frozenset[int]:
-        """Return the loops of a node that its identity matrices compare."""
-        known = self._compared.get(at)
-        if known is None:
-            node, loops = self.nodes[at], set[int]()
-            for read in node.reads:
-                if read.node == self.delta:
-                    indices: Iterable[Affine] = read.maps
-                elif self.has_places(read.node):
-                    indices = [read.maps[loop] for loop in self._rows(read.node)]
-                else:
-                    continue
-                loops.update(letter for _, terms in indices for letter, _ in terms if letter < len(node.sizes))
-            known = self._compared[at] = frozenset(loops)
-        return known
-
     def part(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
         """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and
         zero outside of a place."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         if not node.reads or not (self._cut(read, sizes) or self.touches(read, (), sizes)):
             return read
+        result = self._once("part", [read], sizes, (), lambda: self._kept_part(read, node, sizes))
+        return self._scaled(result, read.coefficient)
+
+    def _once(
+        self,
+        what: Hashable,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        summed: Collection[Letter],
+        compute: Callable[[], Read],
+    ) -> Read:
+        """Return what is computed of reads, which is known of reads by other letters."""
         names: dict[Letter, Letter] = {}
-        for _, terms in read.maps:
-            for letter, _ in terms:
-                if not isinstance(letter, str):
-                    names.setdefault(letter, len(names))
+        for read in reads:
+            for _, terms in read.maps:
+                for letter, _ in terms:
+                    if not isinstance(letter, str):
+                        names.setdefault(letter, len(names))
         there = {letter: (0, ((name, 1),)) for letter, name in names.items()}
-        key = read.node, substitute(read.maps, there), tuple(sizes[letter] for letter in names)
-        known = self._parts.get(key)
+        alike = tuple([(read.node, substitute(read.maps, there)) for read in reads])
+        over = frozenset([names.get(letter, letter) for letter in summed])
+        key = what, alike, tuple([sizes[letter] for letter in names]), over
+        outer, known = self.seen, self._known.get(key)
         if known is None:
-            result = self._part(read._replace(coefficient=1), node, sizes)
-            known = self._parts[key] = result._replace(maps=substitute(result.maps, there))
-            loops = {
-                terms[0][0]: (0, ((loop, 1),))
-                for loop, (offset, terms) in enumerate(known.maps)
-                if not offset and len(terms) == 1 and terms[0][1] == 1
-            }
-            if known.coefficient == 1 and {letter for _, terms in key[1] for letter, _ in terms} == loops.keys():
-                self._wholes.setdefault(known.node, (read.node, substitute(key[1], Instead(loops))))
+            self.seen = None if outer is None else Seen()
+            try:
+                result = compute()
+                seen = None if self.seen is None or self.seen.deep else self.seen
+                known = self._known[key] = result._replace(maps=substitute(result.maps, there)), seen
+            finally:
+                self.seen = outer
+        if outer is not None:
+            outer.take(known[1])
         back = {name: (0, ((letter, 1),)) for letter, name in names.items()}
-        return Read(reduced(read.coefficient * known.coefficient), known.node, substitute(known.maps, back))
+        return known[0]._replace(maps=substitute(known[0].maps, back))
+
+    def _kept_part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
+        """Return a part of a node, and remember of which node it is one."""
+        part = self._part(read._replace(coefficient=1), node, sizes)
+        loops: dict[Letter, Affine] = {
+            terms[0][0]: (0, ((loop, 1),))
+            for loop, (offset, terms) in enumerate(part.maps)
+            if not offset and len(terms) == 1 and terms[0][1] == 1
+        }
+        if part.coefficient == 1 and _letters(read) == loops.keys():
+            self.keep_whole(part.node, read.node, substitute(read.maps, Instead(loops)))
+        return part
 
     def _part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
         index = dict(enumerate(read.maps))
@@ -680,34 +637,27 @@ class Table:
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
         if node.op == "filled":  # what is real of it is what it reads
             (loop,) = (at for at in range(len(node.sizes)) if at not in shared)
-            low, high = self._range(read.maps[loop], sizes)
+            low, high = range_of(read.maps[loop], sizes, self.mesh)
             if low >= 0 and high < node.inner[0]:
                 (real,), index[len(node.sizes)] = node.reads, read.maps[loop]
                 return self.part(Read(real.coefficient, real.node, substitute(real.maps, index)), sizes)
-        own = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
-        index.update((loop, (0, ((letter, 1),))) for loop, letter in own.items())
-        lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in own.items()}}
+        alone = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
+        index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
+        lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}
         reads, lengths, over = self._opened(node, index, lengths, set())
         within = [letter for letter in lengths if letter in over]
         keep = () if node.op in ("largest", "squares") else within
         reads = [self.part(r, lengths) for r in reads]
-        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(own.values()), keep=keep)
-        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in own.items()})))
+        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
+        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
 
     def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of some entries of a node alone."""
-        node = self.nodes[read.node]
+        node = self.node(read.node)
         return any(
-            self._range(index, sizes) != (0, size - 1) for index, size in zip(read.maps, node.sizes, strict=True)
+            range_of(index, sizes, self.mesh) != (0, size - 1)
+            for index, size in zip(read.maps, node.sizes, strict=True)
         )
-
-    def _range(self, index: Affine, sizes: Mapping[Letter, int]) -> tuple[int, int]:
-        """Return the least and the largest number of an index."""
-        low = high = index[0]
-        for letter, stride in index[1]:
-            reach = stride * (length_of(letter, sizes, self.mesh) - 1)
-            low, high = low + min(reach, 0), high + max(reach, 0)
-        return low, high
 
     # ---- values
 

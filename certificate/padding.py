@@ -80,7 +80,7 @@ def _(c: Call) -> Value:
         whole = t.opaque("filled", number(fill), [inside], [names], result, [dim], {"filled": padded})
     else:
         raise Refused(f"fills the padding of several parts with {fill}")
-    return t.own(whole, axes, dim, parts) if axes else whole
+    return t.kept(whole, axes, dim, parts) if axes else whole
 
 
 Back = Callable[[Value], Value]
@@ -89,7 +89,7 @@ Back = Callable[[Value], Value]
 def real_entries(c: Call, x: Value, type_: Type) -> tuple[Value, Back] | None:
     """Return the real entries of a value whose last dim is padded with minus infinity, on all ranks, and what puts
     values of them back in their places with zeros elsewhere; None for a value that is not padded so."""
-    t, node, dim = c.tensors, c.tensors.table.nodes[x.node], len(x.dims) - 1
+    t, node, dim = c.tensors, c.tensors.table.node(x.node), len(x.dims) - 1
     if node.op != "filled" or not isinstance(node.args, tuple) or node.args[0] != -math.inf:
         return None
     axes, parts = _ranks(type_, dim)
@@ -98,7 +98,7 @@ def real_entries(c: Call, x: Value, type_: Type) -> tuple[Value, Back] | None:
 
     def back(value: Value) -> Value:
         there = grown(t, value, dim, 1, real, padded)
-        return t.own(there, axes, dim, parts) if axes else there
+        return t.kept(there, axes, dim, parts) if axes else there
 
     return cut(t, whole, dim, 1, real, padded), back
 

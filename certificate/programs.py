@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import attention, layers, routing, views  # noqa: F401  they enter their rows
+from .alike import Alike, frozen
 from .meaning import Table, Value
-from .rows import CONSTANT, ROWS, SLOPES, Call
+from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
 
@@ -135,9 +136,9 @@ class Reader:
     """The reading of programs into one table."""
 
     def __init__(self, table: Table, mesh: Mesh) -> None:
-        self.table, self.tensors = table, Tensors(table, mesh)
-        self._known: dict[tuple[Any, ...], tuple[Value, ...]] = {}
-        """The results of lines, by all that they read: what a backward recomputes is known from the forward."""
+        self.table, self.tensors, self.alike = table, Tensors(table, mesh), Alike(table)
+        self._texts: dict[tuple[str, str], int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self.of_model = 0
         """The number of meanings that the model has."""
         self.other: list[str] = []
@@ -146,7 +147,7 @@ class Reader:
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, and forget what was read with one."""
         self.table.divide(axis, sizes)
-        self._known.clear()
+        self.alike.forget()
 
     def call(self, line: Line, values: Values, types: Mapping[str, Type]) -> Call:
         """Return a line with the values of what it reads."""
@@ -172,7 +173,7 @@ class Reader:
         kwargs = {key: resolved(item) for key, item in line.kwargs.items() if key != "message"}
         return Call(self.tensors, line, args, operands, kwargs)
 
-    def line(self, line: Line, values: Values, types: Mapping[str, Type]) -> tuple[Call, tuple[Value, ...]]:
+    def line(self, line: Line, values: Values, types: Mapping[str, Type]) -> tuple[Call, Sequence[Value]]:
         """Return a line with its operands, and what its operator makes.
 
         Raises:
@@ -182,18 +183,22 @@ class Reader:
         if function is None:
             raise Refused(f"no row for `{line.op}`")
         call = self.call(line, values, types)
-        key = (line.op, _hashable(call.args), *map(id, (*call.types.values(), *line.types)), *call.kwargs.items())
-        known = self._known.get(key)
-        if known is not None:
-            return call, known
+        return call, self.alike.results(self._what(call, call.kwargs), call.args, lambda: self._meant(function, call))
+
+    def _what(self, call: Call, kwargs: Mapping[str, Any]) -> Hashable:
+        """Return all that a call's results depend on but its operands. Equal types of programs are one object."""
+        return call.line.op, *map(id, (*call.types.values(), *call.line.types)), frozen(list(kwargs.items()))
+
+    def _meant(self, function: Row, call: Call) -> Sequence[Value]:
+        """Return what a row makes of a call."""
         meant = function(call)
         results = (meant,) if isinstance(meant, Value) else meant
         if call.kwargs:
-            raise Refused(f"{line.op} with `{next(iter(call.kwargs))}` has no rule")
-        if any(type_.packed for type_ in line.types):
-            results = tuple(self._packed(call, type_, value) for type_, value in zip(line.types, results, strict=True))
-        self._known[key] = results
-        return call, results
+            raise Refused(f"{call.line.op} with `{next(iter(call.kwargs))}` has no rule")
+        types = call.line.types
+        if any(type_.packed for type_ in types):
+            return [self._packed(call, type_, value) for type_, value in zip(types, results, strict=True)]
+        return results
 
     def _packed(self, call: Call, type_: Type, value: Value) -> Value:
         """Return a result with the mark of which rows are present, which those of its operands have too."""
@@ -241,15 +246,7 @@ class Reader:
                 called = program.functions.get(line.op)
                 if called is not None:
                     self._demand_call(called, line, types)
-                    back = self.run(program, called, self.call(line, values, types).args)
-                    if back.coming:
-                        raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
-                    if any(
-                        t is not NO_TYPE and kind_of(t) != kind
-                        for t, kind in zip(line.types, back.kinds.values(), strict=False)
-                    ):
-                        raise Refused(f"`{line.op}` returns numbers of another kind")
-                    results = tuple(back.values.values())
+                    results = self._called(program, called, line, self.call(line, values, types).args)
                 elif line.op == "parc.all_reduce_among":
                     operand, axis, ranks = line.args
                     results = ((yield (axis, tuple(ranks)), values[operand.name]),)
@@ -275,6 +272,39 @@ class Reader:
         except Refused as error:
             raise Refused(f"{program.file}: {error}") from None
 
+    def _called(self, program: Program, called: Function, line: Line, operands: tuple[Any, ...]) -> Sequence[Value]:
+        """Return what a function that a line calls returns."""
+
+        def compute() -> Sequence[Value]:
+            back = self.run(program, called, operands)
+            if back.coming:
+                raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
+            kinds = zip(line.types, back.kinds.values(), strict=False)
+            if any(type_ is not NO_TYPE and kind_of(type_) != kind for type_, kind in kinds):
+                raise Refused(f"`{line.op}` returns numbers of another kind")
+            return list(back.values.values())
+
+        return self.alike.results((self._text(program, called), *map(id, line.types)), operands, compute)
+
+    def _text(self, program: Program, function: Function) -> int:
+        """Return a number that functions of the same parameters and lines have, with the functions that they call."""
+        key = program.file, function.name
+        known = self._texts.get(key)
+        if known is None:
+            lines = [
+                (
+                    self._text(program, program.functions[line.op]) if line.op in program.functions else line.op,
+                    line.results,
+                    line.types,
+                    frozen(line.args),
+                    frozen(list(line.kwargs.items())),
+                )
+                for line in function.lines
+            ]
+            text = tuple(parameter[:2] for parameter in function.parameters), tuple(lines), function.returns
+            known = self._texts[key] = self._numbers.setdefault(text, len(self._numbers))
+        return known
+
     def _demand_call(self, called: Function, line: Line, types: Mapping[str, Type]) -> None:
         """Refuse operands of another kind than a function says that they are."""
         for parameter, item in zip(called.parameters, line.args, strict=False):
@@ -290,8 +320,6 @@ class Reader:
         if type_ is NO_TYPE:
             return
         if value.shape != type_.local:
-            if value is self.table.zero:
-                return
             raise Refused(f"{where}: `{name}` has the shape {list(value.shape)}, and its type says {list(type_.local)}")
         if not value.axes <= {*type_.axes, *(f"~{axis}" for axis in type_.axes), "#"}:
             other = sorted(value.axes - type_.axes - {"#"})
@@ -299,7 +327,7 @@ class Reader:
 
     # ---- gradients
 
-    def forward(self, function: Function, values: Values) -> list[tuple[Call, tuple[Value, ...]]]:
+    def forward(self, function: Function, values: Values) -> list[tuple[Call, Sequence[Value]]]:
         """Run a model's function; return its calls with their results. ``values`` gets every value by name."""
         types = {parameter.name: parameter.type for parameter in function.parameters}
         calls = []
@@ -316,7 +344,7 @@ class Reader:
         return calls
 
     def gradients(
-        self, calls: Sequence[tuple[Call, tuple[Value, ...]]], start: Mapping[str, Value], wanted: Sequence[str]
+        self, calls: Sequence[tuple[Call, Sequence[Value]]], start: Mapping[str, Value], wanted: Sequence[str]
     ) -> dict[str, Value]:
         """Return the gradients of ``wanted`` parameters, for those in ``start`` of results."""
         needs = set(wanted)
@@ -340,9 +368,7 @@ class Reader:
             if slope is None:
                 raise Refused(f"model.py:{call.line.row}: no derivative for `{call.line.op}` ({call.line.origin})")
             try:
-                call.results, call.grads = results, grads
-                first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
-                parts = slope(call, first, results[0])
+                parts = self._parts(slope, call, results, grads)
             except Refused as error:
                 raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
             for name, part in zip(names_in(call.line.args), parts, strict=True):
@@ -350,14 +376,19 @@ class Reader:
                     total.setdefault(name, []).append(part)
         return {name: value for name in wanted if (value := self._sum(total.get(name, []))) is not None}
 
+    def _parts(
+        self, slope: Slope, call: Call, results: Sequence[Value], grads: Sequence[Value | None]
+    ) -> Sequence[Value | None]:
+        """Return the gradients of a call's operands, for those of its results."""
+        call.results, call.grads = results, grads
+        first = self.table.constant(0, results[0].shape) if grads[0] is None else grads[0]
+        what = "gradients", self._what(call, call.line.kwargs)
+        return self.alike.results(what, (call.args, first, results, grads), lambda: slope(call, first, results[0]))
+
     def _sum(self, parts: list[Value]) -> Value | None:
         if len(parts) < 2:
             return parts[0] if parts else None
-        return self.tensors.plus(*parts)
-
-
-def _hashable(args: Any) -> Any:
-    return tuple(map(_hashable, args)) if isinstance(args, list) or type(args) is tuple else args
+        return self.alike.value("sum", parts, self.tensors.plus)
 
 
 def _values(args: Sequence[Any]) -> list[Value]:

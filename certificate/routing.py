@@ -100,7 +100,7 @@ def _(c: Call) -> Value:
 def _distinct(c: Call, index: Value) -> None:
     """Refuse numbers that may name an entry twice: of these one would win."""
     if (
-        c.tensors.table.nodes[index.node].op not in ("largest at", "order", "largest of all at")
+        c.tensors.table.node(index.node).op not in ("largest at", "order", "largest of all at")
         or index.coefficient != 1
     ):
         raise Refused(f"{c.line.op} by numbers that may be equal has no rule")
@@ -207,8 +207,8 @@ for _name, (_forward, _backward) in _ROUTES.items():
 
 def _same_top(c: Call, chosen: Value, top: int) -> None:
     """Refuse another number of experts of a token than the model has for it, by which ranks count rows."""
-    if c.tensors.table.tops.setdefault(chosen.node, top) != top:
-        raise Refused(f"{c.line.op} counts {top} experts of a token, and the model {c.tensors.table.tops[chosen.node]}")
+    if not c.tensors.table.agree(chosen.node, top):
+        raise Refused(f"{c.line.op} counts {top} experts of a token, and the model another number of them")
 
 
 @row("parc.expert_linear.default")
@@ -240,7 +240,7 @@ def _(c: Call) -> Value:
     _rows_of(c, x, before)
 
     def moved(value: Value) -> Value:
-        return t.own(t.gathered(value, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
+        return t.kept(t.gathered(value, c.axes(axes), dim, outer), c.axes(axes), to, to_outer)
 
     marks = moved(t.reshape(before, (math.prod(before.shape),)))
     if not t.canonical(t.reshape(marks, after.shape), after):

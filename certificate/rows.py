@@ -181,23 +181,23 @@ def _expression(node: ast.expr) -> _Expression:
     """Return the function that a meaning in rows.txt is."""
     match node:
         case ast.Name(id=name):
-            return lambda t, given: given[name]
+            return lambda t, items: items[name]
         case ast.Constant(value=value):
             exact = number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-            return lambda t, given: exact
+            return lambda t, items: exact
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _expression(operand)
-            return lambda t, given: _times(t, -1, inner(t, given))
+            return lambda t, items: _times(t, -1, inner(t, items))
         case ast.BinOp(left=left, op=op, right=right):
             one, other, operation = _expression(left), _expression(right), _OPERATIONS[type(op)]
-            return lambda t, given: operation(t, one(t, given), other(t, given))
+            return lambda t, items: operation(t, one(t, items), other(t, items))
         case ast.Call(func=ast.Constant(value=str() as labels), args=operands):
             reads, _, result = labels.partition(" -> ")
             rows, inside = [part.split() for part in reads.split(", ")], list(map(_expression, operands))
-            return lambda t, given: t.product([f(t, given) for f in inside], rows, result.split())
+            return lambda t, items: t.product([f(t, items) for f in inside], rows, result.split())
         case ast.Call(func=ast.Name(id=name), args=operands):
             inside = list(map(_expression, operands))
-            return lambda t, given: _function(t, name, [f(t, given) for f in inside])
+            return lambda t, items: _function(t, name, [f(t, items) for f in inside])
     raise ValueError(f"rows.txt: `{ast.unparse(node)}` is no meaning")
 
 
@@ -205,10 +205,10 @@ FUNCTIONS: dict[str, Callable[..., Item]] = {}
 """The functions of rows.txt that are not of each entry."""
 
 
-def function(given: Callable[..., Item]) -> Callable[..., Item]:
+def function(meaning: Callable[..., Item]) -> Callable[..., Item]:
     """Enter a function under its name, for rows.txt."""
-    FUNCTIONS[given.__name__] = given
-    return given
+    FUNCTIONS[meaning.__name__] = meaning
+    return meaning
 
 
 def _function(t: Tensors, name: str, items: Sequence[Item]) -> Item:
@@ -255,7 +255,7 @@ def largest(t: Tensors, x: Value, dims: Any) -> Value:
 @function
 def nonzero(t: Tensors, x: Item) -> Item:
     """Return 1 where entries are not 0, as the results of comparisons are."""
-    if isinstance(x, Value) and x.coefficient == 1 and t.table.nodes[x.node].op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if isinstance(x, Value) and x.coefficient == 1 and t.table.node(x.node).op in ("eq", "ne", "lt", "le", "gt", "ge"):
         return x
     return t.pointwise("ne", [_value(t, x), t.constant(0)])
 

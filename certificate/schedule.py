@@ -96,12 +96,12 @@ def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]
 
 def _expected(role: str, stages: Mapping[int, str], microbatches: int, kinds: set[str]) -> Iterator[Action]:
     """Yield all that a role does in a step. What one stage makes for another is sent where that is on another role."""
-    own = [stage for stage, owner in stages.items() if owner == role]
+    here = [stage for stage, owner in stages.items() if owner == role]
     for kind in (*BEFORE, *AFTER, *sorted(kinds.difference(BEFORE, WORK, AFTER))):
         if kind in kinds:
-            yield from (Action(min(own), kind, at) for at in range(microbatches if kind in _EACH else 1))
+            yield from (Action(min(here), kind, at) for at in range(microbatches if kind in _EACH else 1))
     for kind, way in (("F", 1), ("B", -1)):
-        for stage in own if kind in kinds else ():
+        for stage in here if kind in kinds else ():
             for at in range(microbatches):
                 yield Action(stage, kind, at)
                 if stages.get(stage + way, role) != role:

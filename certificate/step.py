@@ -185,8 +185,8 @@ class Step:
         self.gradients: dict[str, Value] = {}
         if any(action == "B" for _, action in self.build.programs):
             start = {dict(forward.returns)["loss"]: scales["scale"]}
-            found = self.reader.gradients(calls, start, list(trained))
-            self.gradients = {trained[name]: self.over_microbatches(value) for name, value in found.items()}
+            gradients = self.reader.gradients(calls, start, list(trained))
+            self.gradients = {trained[name]: self.over_microbatches(value) for name, value in gradients.items()}
 
     def _model_function(self, name: str, known: Mapping[str, Value]) -> dict[str, Value]:
         """Return what a function of the model returns, which may read what another one does; nothing if it has none."""
@@ -199,7 +199,9 @@ class Step:
 
     def over_microbatches(self, value: Value) -> Value:
         """Return the sum of a value over all microbatches."""
-        return self.tensors.over(value, [MICROBATCH]) if self.microbatches > 1 else value
+        if self.microbatches == 1:
+            return value
+        return self.reader.alike.value("microbatches", [value], lambda value: self.tensors.over(value, [MICROBATCH]))
 
     # ---- the programs
 
@@ -247,6 +249,7 @@ class Step:
         self.loads: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.partial: dict[str, dict[str, Value]] = {role: {} for role in self.build.roles}
         self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
+        self.pieces = {name: self._piece(name) for name in self.gradients if name not in self.padding}
         self._ahead()
         trains = any(action == "B" for _, action in self.build.programs)
         saved = self._forwards()
@@ -275,6 +278,15 @@ class Step:
             proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
         proof.nodes = len(self.table.nodes)
         return proof
+
+    def _piece(self, name: str) -> Value:
+        """Return a rank's piece of the model's gradient of a parameter."""
+        type_ = self.stored.get(name)
+        if type_ is None:
+            raise Refused(f"the manifest stores no `{name}`")
+        return self.reader.alike.value(
+            ("piece", id(type_)), [self.gradients[name]], lambda value: self.tensors.cut(value, type_)
+        )
 
     def _ahead(self) -> None:
         """Run what comes before the work of a step."""
@@ -339,13 +351,14 @@ class Step:
             known = {**self.shared, **self.weights[role].values, **saved[stage], **_received(sent)}
             each = self.run(program, known).values
             sent = {key: value for key, value in each.items() if key.startswith("sent ")}
-            own = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
-            sums = {key: self.over_microbatches(value) for key, value in own.items()}
+            parts = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
+            sums = {key: self.over_microbatches(value) for key, value in parts.items()}
             last = f"{_main(program).name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
                 before = {
-                    f"gradient {key}": self.tensors.plus(total, own[key], by=(1, -1)) for key, total in sums.items()
+                    f"gradient {key}": self.reader.alike.value("before", [total, parts[key]], self._difference)
+                    for key, total in sums.items()
                 }
                 at_end = self.run(program, {**known, **before}, function=last)
                 begun = self._last(program, at_end, each)
@@ -356,6 +369,9 @@ class Step:
                 gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
         if sent:
             raise Refused(f"the first stage sends `{min(sent)}`")
+
+    def _difference(self, one: Value, other: Value) -> Value:
+        return self.tensors.plus(one, other, by=(1, -1))
 
     def _last(self, program: Program, at_end: Returned, each: Mapping[str, Value]) -> dict[str, Value]:
         """Return the gradients that the last backward adds to those of earlier microbatches, and begins to reduce.
@@ -405,8 +421,6 @@ class Step:
             role: {**self.shared, **{f"gradient {key}": value for key, value in parts.items()}}
             for role, parts in self.partial.items()
         }
-        if unknown := sorted(self.gradients.keys() - self.stored.keys()):
-            raise Refused(f"the manifest stores no `{unknown[0]}`")
         symbols = {
             name: self.tensors.piece(self.table.leaf(f"gradient {name}", self.stored[name].shape), self.stored[name])
             for name in self.gradients
@@ -453,11 +467,11 @@ class Step:
             gradient = names.get(name)
             if gradient is None:
                 return value
-            expected, type_ = self.gradients[gradient], self.stored[gradient]
             if (rows := self.padding.get(gradient)) is None:
-                expected = self.tensors.cut(expected, type_)
+                expected = self.pieces[gradient]
             else:  # that the rest is zero, parc's check of padding proves
-                value = real_whole(self.tensors, value, type_, rows)
+                expected = self.gradients[gradient]
+                value = real_whole(self.tensors, value, self.stored[gradient], rows)
             self.same(program, f"gradient {gradient}", value, expected)
             return symbols[gradient]
 
@@ -558,9 +572,9 @@ class Step:
     def same(self, program: Program, key: str, value: Value, expected: Value) -> None:
         """Refuse a result that is not what the model says."""
         if not self._equal(value, expected):
-            found = describe(self.table, value, expected)
+            difference = describe(self.table, value, expected)
             lines = [f"makes of known values one that the model has not: {line}\n" for line in self.reader.other]
-            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{''.join(lines)}{found}")
+            raise Refused(f"{program.file}: `{key}` is not what model.py says\n{''.join(lines)}{difference}")
 
 
 def _main(program: Program) -> Function:

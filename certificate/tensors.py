@@ -125,7 +125,7 @@ class Tensors:
         reads, letters, sizes = self.bind(values, labels)
         self._demand_order(reads, sizes)
         kept = {name for name in result if name is not None}
-        summed = [letter for name, own in letters.items() if name not in kept for letter in own]
+        summed = [letter for name, row in letters.items() if name not in kept for letter in row]
         dims = [letters.get(name, ()) if name is not None else () for name in result]
         return self.settled(
             reads, dims, sizes, lambda reads, sizes: self.table.product(coefficient, reads, sizes, summed)
@@ -359,17 +359,17 @@ class Tensors:
         lengths = tuple(math.prod(sizes[letter] for letter in letters[name]) for name in looked)
         inner = [letter for name in looked for letter in letters[name]]
         self._demand_order(reads, sizes, inner)
-        own: list[Letter] = []
+        alone: list[Letter] = []
         dims: list[Sequence[Letter]] = []
         for name in result:
             if name in looked or name in more:
                 letter = ("own", name)
                 sizes[letter] = more[name] if name in more else lengths[list(looked).index(name)]
-                own.append(letter)
+                alone.append(letter)
                 dims.append([letter])
             else:
                 dims.append(letters.get(name, ()))
-        node, maps, _ = self.table.make(op, (args, lengths), reads, sizes, inner, own, keep=inner)
+        node, maps, _ = self.table.make(op, (args, lengths), reads, sizes, inner, alone, keep=inner)
         return self.table.value(Read(1, node, maps), dims, sizes)
 
     def canonical(self, one: Value, other: Value) -> bool:
@@ -596,10 +596,10 @@ class Tensors:
         dims[dim : dim + 2] = [[*dims[dim], *(("rank", name) for _, name in ranks), *dims[dim + 1]]]
         return self.table.value(read._replace(maps=substitute(read.maps, index)), dims, sizes)
 
-    def own(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
+    def kept(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
         """Return the part of a dim that a rank of some axes has: of every one of ``outer`` parts its share."""
         if not isinstance(outer, int):
-            return self._by_stretch(value, dim, outer, lambda part: self.own(part, axes, dim, 1))
+            return self._by_stretch(value, dim, outer, lambda part: self.kept(part, axes, dim, 1))
         ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
         outer, size = abs(outer), value.shape[dim]
         parts = outer * math.prod(size for size, _ in ranks)

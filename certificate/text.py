@@ -259,9 +259,9 @@ class _Reader:
             self.refuse(f"stands `{row[:80]}` where a function begins")
         parameters, lines = [], []
         while match[2] is None and (row := self.next()) != "):":
-            if (found := _PARAMETER.fullmatch(row)) is None:
+            if (parameter := _PARAMETER.fullmatch(row)) is None:
                 self.refuse(f"`{row[:80]}` is no parameter")
-            parameters.append(Parameter(found[1], self.type(found[2]), found[3] or "", self.at))
+            parameters.append(Parameter(parameter[1], self.type(parameter[2]), parameter[3] or "", self.at))
         names = {parameter.name for parameter in parameters}
         if len(names) != len(parameters):
             self.refuse("a parameter stands twice")
@@ -273,9 +273,9 @@ class _Reader:
                 names.add(name)
         returns = []
         while (row := self.next()) != "    }":
-            if (found := _RETURN.fullmatch(row)) is None or found[2] not in names:
+            if (result := _RETURN.fullmatch(row)) is None or result[2] not in names:
                 self.refuse(f"`{row[:80]}` is no result")
-            returns.append((found[1], found[2]))
+            returns.append((result[1], result[2]))
         if len({key for key, _ in returns}) != len(returns):
             self.refuse("a result stands twice")
         return Function(match[1], tuple(parameters), tuple(lines), tuple(returns), start)

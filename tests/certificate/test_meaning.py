@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from certificate.alike import Alike
 from certificate.letters import Affine, Letter, Read
 from certificate.meaning import DivideAxis, Table, Value
 from certificate.tensors import Tensors
@@ -111,16 +112,16 @@ Local = list[Tensor]
 class Programs:
     """Values of random programs: their meanings, and their numbers on every rank."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, names: str = "abc", tensors: Tensors | None = None) -> None:
         self.draw = Random(seed)
-        self.table = Table(dict(MESH.sizes))
-        self.tensors = Tensors(self.table, MESH)
+        self.tensors = tensors or Tensors(Table(dict(MESH.sizes)), MESH)
+        self.table = self.tensors.table
         self.leaves: dict[str, Tensor] = {}
         self.numbers = Numbers(self.table, self.leaves)
         self.values: list[tuple[Value, Local]] = []
         self.steps = 0
         generator = torch.Generator().manual_seed(seed)
-        for name in "abc":
+        for name in names:
             text = self.draw.choice(TYPES)
             type_ = read_type(text, MESH)
             whole = torch.randint(-3, 4, type_.shape, generator=generator).double() / 2
@@ -307,7 +308,7 @@ class Programs:
             return None
         if kind == "own":
             parts = [[own(a, dim, outer, count, at[axes[0]])] for a, at in zip(local, RANKS, strict=True)]
-            return self.tensors.own(value, axes, dim, outer), [part for (part,) in parts]
+            return self.tensors.kept(value, axes, dim, outer), [part for (part,) in parts]
         result = []
         for ranks, a in zip(RANKS, local, strict=True):
             wide = a.new_zeros(*a.shape[:dim], size * count, *a.shape[dim + 1 :])
@@ -361,6 +362,62 @@ def test_every_rank_has_the_numbers_that_a_meaning_has_there(part: int) -> None:
             programs.step()
         steps += programs.steps
     assert steps > 500
+
+
+def test_what_is_alike_has_the_meaning_that_is_computed_for_it() -> None:
+    known = computed = 0
+    for seed in range(50):
+        first = Programs(seed)
+        alike = Alike(first.table)
+        for programs in (first, Programs(seed, "xyz", first.tensors)):
+            for at in range(20):
+                name, picked = programs.draw.choice(list(LINES)), [programs.draw.choice(programs.values) for _ in "xy"]
+                state, calls = programs.draw.getstate(), computed
+
+                def meant(
+                    programs: Programs = programs, name: str = name, picked: Any = picked, state: Any = state
+                ) -> Any:
+                    nonlocal computed
+                    computed += 1
+                    programs.draw.setstate(state)
+                    line = LINES[name](programs, *picked)
+                    return [None if line is None else line[0]]
+
+                try:
+                    values = alike.results((at, name), [value for value, _ in programs.values], meant)
+                except (Refused, DivideAxis, RecursionError):
+                    continue
+                known += computed == calls
+                assert list(values) == meant()
+                programs.draw.setstate(state)
+                if (line := LINES[name](programs, *picked)) is not None:
+                    programs.keep(*line)
+    assert known > 300
+
+
+def test_operands_in_another_order_are_not_alike() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    alike, (a, b, c, d) = Alike(t.table), [piece(t, name, "f32[4, 6]") for name in "abcd"]
+    for x, y in ((a, b), (d, c), (a, a), (c, d)):
+        labels = [[0, 1], [2, 1]]
+        value = alike.value("x @ y.t()", [x, y], lambda x, y: t.product([x, y], [[0, 1], [2, 1]], [0, 2]))
+        assert value == t.product([x, y], labels, [0, 2])
+
+
+def test_a_fact_that_a_computation_relies_on_is_asked_of_what_is_alike() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    alike, (a, b, c) = Alike(t.table), [piece(t, name, "f32[4, 6]") for name in "abc"]
+
+    def of_two(x: Value) -> Value:
+        if not t.table.agree(x.node, 2):
+            raise Refused("another number")
+        return x
+
+    assert [alike.value("top", [x], of_two) for x in (a, b)] == [a, b]
+    assert not t.table.agree(b.node, 3)  # it was said of b where a was computed
+    t.table.agree(c.node, 3)
+    with pytest.raises(Refused):
+        alike.value("top", [c], of_two)
 
 
 def piece(t: Tensors, name: str, text: str) -> Value:

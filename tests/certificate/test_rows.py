@@ -11,7 +11,8 @@ import torch
 
 from certificate import programs, rows
 from certificate.letters import Read
-from certificate.meaning import Node, Table, Value
+from certificate.meaning import Table, Value
+from certificate.nodes import Node
 from certificate.programs import Reader
 from certificate.text import Atom, Line, Mesh, Name, Refused, Type, Word
 
