@@ -134,8 +134,8 @@ REPORT_FORM: Form = {
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
-        "wire_bytes": int, "carries": str, "hidden": bool, "dtype": str, "module": str, "line": (int, _NULL),
-        "role": str,
+        "wire_bytes": int, "message": int, "ranks": int, "carries": str, "hidden": bool, "dtype": str, "module": str,
+        "line": (int, _NULL), "role": str,
     }],
     "experts?": [{
         "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _FLOAT, "rate": _FLOAT,
@@ -156,7 +156,9 @@ REPORT_FORM: Form = {
     "recompute?": {"line": int, "fit": int, "roles": [{
         "role": str, "kept": int, "selective": int, "full": int, "again": _FLOAT, "next_peak_bytes": (int, _NULL)
     }]},
-    "across_nodes?": {"bytes": int, "in_one_level": int},
+    "across_nodes?": {"bytes": int, "in_one_level": int, "node": int, "axes": [{
+        "axis": str, "ranks": int, "nodes": int, "bytes": int, "hidden_bytes": int, "algorithms": [str]
+    }]},
     "checks": Each(str),
     "numbers?": {
         "on": str, "steps": int, "loss": _FLOAT, "gradient": _FLOAT, "parameter": _FLOAT, "tolerance": _FLOAT,
