@@ -22,7 +22,7 @@ from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, made_in_eval, passed_on
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.layout.collectives import RINGS
-from parc.compiler.layout.mesh import UnevenNodes, node_levels
+from parc.compiler.layout.mesh import Mesh, UnevenNodes, node_levels
 from parc.compiler.layout.placement import AxisType, Split
 from parc.compiler.ops.precision import is_narrow
 from parc.compiler.plan.layouts import SplitWeights
@@ -162,8 +162,8 @@ def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
     if any(2 * less <= many > 0 for less, many in zip(costs[best], current, strict=True)):
         total, waiting_text, less, rest = map(size_text, (*current, *costs[best]))
         yield _warning(
-            NODE_ORDER, f"the NIC of a rank sends {total} a step to other nodes, {waiting_text} of them while nothing is "
-            "computed", Label(plan.mesh_spans[best[-1][0]]),
+            NODE_ORDER, f"the NIC of a rank sends {total} a step to other nodes, {waiting_text} of them while nothing "
+            "is computed", Label(plan.mesh_spans[best[-1][0]]),
             help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
             "nothing is computed",
         )  # fmt: skip

@@ -49,6 +49,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         **_stage_rows(build),
         "parameters": sum(_real_entries(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
+        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         "communication": rows,
         **_expert_rows(build, plan),
     }

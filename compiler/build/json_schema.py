@@ -130,13 +130,14 @@ REPORT_FORM: Form = {
     "memory": [{
         "role": str, "peak_bytes": _FLOAT, "parameters": _FLOAT, "gradients": _FLOAT, "optimizer": _FLOAT,
         "activations": _FLOAT, "messages": _FLOAT, "residuals": _FLOAT, "offloaded": Each(int), "state": Each(int),
-        "of": int, "peak_by_library?": Each(int),
+        "of": int, "peak_by_library?": Each(int), "most": Each(_FLOAT), "moment": {"action": str, "module": str},
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
         "wire_bytes": int, "message": int, "ranks": int, "carries": str, "hidden": bool, "dtype": str, "module": str,
         "line": (int, _NULL), "role": str,
     }],
+    "budget?": int,
     "experts?": [{
         "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _FLOAT, "rate": _FLOAT,
         "capacity": (int, float, _NULL)

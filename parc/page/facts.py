@@ -118,13 +118,14 @@ STORED_KINDS = ("parameters", "gradients", "optimizer", "saved")
 
 @dataclass(frozen=True, slots=True)
 class EqualMessages:
-    """Equal collectives of a step: their row in the report, the row of the modules that have them, the anchor of the
-    first one's line, and what a rank sends for all of them."""
+    """Equal collectives of a step: the first one's row in the report, the row of the modules that have them, the anchor
+    of the first one's line, what a rank sends for all of them, and their modules."""
 
     entry: Entry
     row: str
     anchor: str
     sent: Traffic
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +299,14 @@ def timeline_of(build: Build) -> Timeline:
 def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:
     """Return placed collectives, sorted by phase. Equal ones of folded modules, and of several roles, are one."""
     keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
-    firsts: dict[tuple[Any, ...], Entry] = {}
+    alike: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        firsts.setdefault(tuple(entry[key] for key in keys), entry)
+        alike.setdefault(tuple(entry[key] for key in keys), []).append(entry)
     sent = traffic_by(entries, *keys)
-    messages = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
+    messages = [
+        EqualMessages(first, first["row"], first["anchor"], sent[key], tuple(dict.fromkeys(e["module"] for e in found)))
+        for key, found in alike.items() for first in found[:1]
+    ]  # fmt: skip
     return sorted(messages, key=lambda one: PHASES.index(one.entry["phase"]))
 
 
