@@ -15,6 +15,7 @@ from parc.compiler.analysis.liveness import saved_bytes_by_module
 from parc.compiler.build.build import Build, BuildError, program_file
 from parc.compiler.build.directory import again
 from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.program import Function, Program
@@ -119,13 +120,18 @@ STORED_KINDS = ("parameters", "gradients", "optimizer", "saved")
 @dataclass(frozen=True, slots=True)
 class EqualMessages:
     """Equal collectives of a step: the first one's row in the report, the row of the modules that have them, the anchor
-    of the first one's line, what a rank sends for all of them, and their modules."""
+    of the first one's line, what a rank sends for all of them, and the rows of all."""
 
     entry: Entry
     row: str
     anchor: str
     sent: Traffic
-    modules: tuple[str, ...]
+    entries: Sequence[Entry]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that have them, in order."""
+        return [*dict.fromkeys(entry["module"] for entry in self.entries)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +145,14 @@ class PlanLine:
 
 
 class PageFacts:
-    """The facts of a build.
+    """The facts of a build, with its plan where this is no file yet.
 
     Raises:
         BuildError: its report is not of its programs or of its plan.
     """
 
-    def __init__(self, build: Build) -> None:
-        self.build, self.report, self.plan = build, build.report, plan_of(build)
+    def __init__(self, build: Build, plan: Plan | None = None) -> None:
+        self.build, self.report, self.plan = build, build.report, plan or plan_of(build)
         self.placed: dict[str, str] = self.report.get("placed", {})
         self.listing = Listing(build)
         self.parameters = parameter_table(build)
@@ -304,9 +310,8 @@ def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:
         alike.setdefault(tuple(entry[key] for key in keys), []).append(entry)
     sent = traffic_by(entries, *keys)
     messages = [
-        EqualMessages(first, first["row"], first["anchor"], sent[key], tuple(dict.fromkeys(e["module"] for e in found)))
-        for key, found in alike.items() for first in found[:1]
-    ]  # fmt: skip
+        EqualMessages(found[0], found[0]["row"], found[0]["anchor"], sent[key], found) for key, found in alike.items()
+    ]
     return sorted(messages, key=lambda one: PHASES.index(one.entry["phase"]))
 
 

@@ -1,0 +1,168 @@
+"""Reasons of messages: why the program needs each, and which changes of the plan would remove it or make it smaller.
+
+A reason follows from the two types of a message's line: how its operand lies over the axis, and how its result does.
+Changes follow from the line of the plan that causes it, by its verb.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parc.compiler.analysis.communication import PlacedMessage
+from parc.compiler.layout.collectives import COLLECTIVES, RINGS, WAIT, axes_of
+from parc.compiler.layout.placement import AxisType, Split
+from parc.compiler.program.program import Line
+from parc.explaining.flights import line_words, maker, readers
+
+_READERS = 3
+"""The number of readers that a reason names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a message is there: a sentence, and the modules whose lines make and read what it carries."""
+
+    text: str
+    modules: tuple[str, ...] = ()
+
+
+def reason_of(placed: PlacedMessage, stage: str) -> Reason:
+    """Return why the program has a message. ``stage`` is the name of the pipeline's axis."""
+    message = placed.message
+    if message.op == "send":
+        other = "after" if placed.program.action == "F" else "before"
+        what = "what it made" if other == "after" else "the gradient of what it received"
+        return Reason(f"the stages lie on different ranks of `{stage}`: a stage hands {what} to the one {other} it")
+    line = placed.function.lines[placed.index]
+    axis, ranks = ",".join(message.axes), message.ranks
+    if message.carries == "numbers":
+        return Reason(f"a single number, such as the count of targets, the loss or the gradients' norm, is that of all "
+                      f"{ranks} ranks of `{axis}`")  # fmt: skip
+    if line.op in RINGS:
+        return Reason(f"each of {ranks} `{axis}` ranks has a part of the sequence, and its queries need all keys and values:"
+                      " they go round in a ring, and no rank holds all of them", (message.origin.module,))  # fmt: skip
+    if line.op == "parc.row_max":
+        return Reason(
+            f"the row of a softmax is split over {ranks} `{axis}` ranks: its largest entry is that of all parts"
+        )
+    if message.op == "all_reduce_among":
+        return Reason(f"`{message.origin.module}` belongs to stages of {ranks} roles: each has a part of its gradient")
+    return _moved(placed, line, axis, ranks)
+
+
+def _moved(placed: PlacedMessage, line: Line, axis: str, ranks: int) -> Reason:
+    """Return why a value is summed, gathered, cut or exchanged."""
+    message, function = placed.message, placed.function
+    before, after = _kinds(placed, line)
+    source, module = line.uses[0], message.origin.module
+    if message.carries == "weights":
+        return Reason(f"each of {ranks} `{axis}` ranks stores a part of this weight; {_places(placed, line)} reads all of it",
+                      (module,))  # fmt: skip
+    if message.carries == "gradients" or module_is_parameter(placed):
+        kept = f", of which it keeps {_part(after)}" if isinstance(after, Split) else ", and all need the sum"
+        return Reason(f"each of {ranks} `{axis}` ranks has the gradient of its own part of the batch or of the sequence{kept}",
+                      (module,))  # fmt: skip
+    made = maker(function, source)
+    origin = "what comes in" if isinstance(made, str) else line_words(placed.program, made)
+    used = [*dict.fromkeys(line_words(placed.program, one) for one in _behind(placed, line))]
+    reads = ", ".join(used[:_READERS]) + (f" and {len(used) - _READERS} more" if len(used) > _READERS else "")
+    reads = reads or "what comes after"
+    modules = tuple(dict.fromkeys(
+        one.origin.module for one in ([made] if isinstance(made, Line) else []) + _behind(placed, line)
+        if one.origin.module
+    ))  # fmt: skip
+    if before == "P":
+        need = f"needs {_part(after)} of the sum" if isinstance(after, Split) else "reads the whole sum"
+        return Reason(
+            f"each of {ranks} `{axis}` ranks has a part of the sum that {origin} makes; {reads} {need}", modules
+        )
+    split = f"{origin} is split over {ranks} `{axis}` ranks in {_dim(before)}"
+    need = f"reads it split in {_dim(after)}" if isinstance(after, Split) else f"reads all of {_dim(before)}"
+    return Reason(f"{split}; {reads} {need}", modules)
+
+
+def module_is_parameter(placed: PlacedMessage) -> bool:
+    """Return whether a message carries the gradient of a weight out of a main function of backward."""
+    return placed.program.action == "B" and placed.function in placed.program.mains
+
+
+def _kinds(placed: PlacedMessage, line: Line) -> tuple[AxisType, AxisType]:
+    values, axis = placed.function.values(), axes_of(line.args[1:])[0]
+    return values[line.uses[0]].type.placement[axis], line.made[0].type.placement[axis]
+
+
+def _behind(placed: PlacedMessage, line: Line) -> list[Line]:
+    return [*readers(placed.program, placed.function, line.made[0].name)]
+
+
+def _places(placed: PlacedMessage, line: Line) -> str:
+    """Return words for where a weight is read."""
+    if placed.program.action == "UNSHARD":
+        return f"the work of {placed.message.origin.module or 'the model'}"
+    used = [*dict.fromkeys(line_words(placed.program, one) for one in _behind(placed, line))]
+    return used[0] if used else f"{placed.program.action}"
+
+
+def _dim(kind: AxisType) -> str:
+    return f"dim {kind.dim}" if isinstance(kind, Split) else "parts"
+
+
+def _part(kind: AxisType) -> str:
+    return f"a part of dim {kind.dim}" if isinstance(kind, Split) else "a part"
+
+
+# ---- changes
+
+
+def changes(row: Mapping[str, Any], plan: Mapping[str, str], cause: str) -> Iterator[str]:
+    """Yield changes of the plan that would remove a message of the report's row, or make it cheaper. ``plan`` has a
+    line's text for each verb of the plan, ``cause`` is the text of the line that causes it, "" for none."""
+    axis, carries, verb = row["axis"], row["carries"], cause.partition(" ")[0]
+    if carries == "numbers":
+        yield "nothing: it is a few bytes, which every plan over these ranks sends"
+    elif row["op"] in ("send", "all_reduce_among"):
+        yield "fewer stages"
+    elif carries == "gradients":
+        yield f"nothing, as long as the ranks of `{axis}` have different samples or tokens"
+        if verb == "zero":
+            yield f"without `{cause}` it is an all_reduce of as many bytes as this and the gather of weights together"
+        if "compress" not in plan:
+            yield f"`compress gradients over {axis} using fp16` sends half of it, and rounds"
+    elif carries == "weights":
+        yield from _of_weights(row, axis, verb, cause)
+    else:
+        yield from _of_activations(row, axis, plan)
+
+
+def _of_weights(row: Mapping[str, Any], axis: str, verb: str, cause: str) -> Iterator[str]:
+    if verb != "zero":
+        yield "lines that place the weight as its readers want it"
+        return
+    if cause.startswith("zero 3"):
+        yield f"`zero 2 over {axis}` gathers each weight once a step, and every rank holds the whole until the next"
+    yield f"without `{cause}` every rank stores and updates whole weights: no gather, and more memory"
+    if not row["hidden"]:
+        yield "it can hide only behind work that comes before it, and the first weights have none"
+
+
+def _of_activations(row: Mapping[str, Any], axis: str, plan: Mapping[str, str]) -> Iterator[str]:
+    sequence, context = (
+        (line if axis in line.split() else "") for line in (plan.get("sequence", ""), plan.get("context", ""))
+    )
+    if context:
+        yield f"fewer ranks of `{axis}`; other words after `using` in `{context}` send other bytes"
+        return
+    if row["op"] in ("exchange", "all_to_all"):
+        yield f"fewer ranks of `{axis}`: more of what is exchanged then stays on its rank"
+        return
+    if sequence:
+        yield (f"without `{sequence}` the gathers and reduce_scatters of forward become all_reduces of as many bytes, and the "
+               "values between split layers are whole on every rank")  # fmt: skip
+        if row["phase"] == "backward" and row["op"] == "all_gather" and "keep gathered" not in sequence:
+            yield f"`{sequence} keep gathered` does not gather it again for backward, and keeps it whole until then"
+    else:
+        yield f"`sequence` over `{axis}` does not remove it, but splits the values between these layers for as many bytes"
+    yield f"fewer ranks of `{axis}`: each then holds more of the weights, and multiplies more"
