@@ -317,15 +317,14 @@ def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[A
     """Return the traffic of a rank in a step, grouped by ``keys`` of its collectives such as ``axis``; of several roles
     that of the role that sends most."""
     sums: dict[tuple[Any, ...], dict[str, Traffic]] = {}
-    last: dict[tuple[Any, ...], tuple[str, int]] = {}
+    begun = set[tuple[Any, ...]]()
     for entry in entries:
-        key, message = tuple(entry[key] for key in keys), (entry["role"], entry["message"])
-        roles = sums.setdefault(key, {})
+        key = tuple(entry[key] for key in keys)
+        roles, message = sums.setdefault(key, {}), (key, entry["role"], entry["message"])
         count, size = entry["count_per_step"], entry["count_per_step"] * entry["wire_bytes"]
-        begins = last.get(key) != message  # tensors of a message follow each other
-        traffic = Traffic(count, size, size * entry["hidden"], count * begins)
+        traffic = Traffic(count, size, size * entry["hidden"], count * (message not in begun))
         roles[entry["role"]] = roles.get(entry["role"], Traffic()) + traffic
-        last[key] = message
+        begun.add(message)
     return {
         key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
     }

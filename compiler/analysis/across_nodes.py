@@ -126,12 +126,11 @@ def across_rows(rows: Iterable[Mapping[str, Any]], mesh: Mesh, node: int) -> lis
     for (role, axis, hidden), size in sent_across(rows, mesh, node).items():
         sums = of_axes.setdefault(axis, {}).setdefault(role, [0, 0])
         sums[0] += size
-        sums[1] += size * hidden
+        sums[1] += size if hidden else 0
     result = []
     for axis, roles in of_axes.items():
-        place = place_of(mesh, axis.split(","), node)
-        size, hidden = max(roles.values())
+        place, (most, beside) = place_of(mesh, axis.split(","), node), max(roles.values())
         ways = dict.fromkeys(ALGORITHMS[row["op"]].words for row in rows if row["axis"] == axis)
-        result.append({"axis": axis, "ranks": place.ranks, "nodes": place.nodes, "bytes": size, "hidden_bytes": hidden,
+        result.append({"axis": axis, "ranks": place.ranks, "nodes": place.nodes, "bytes": most, "hidden_bytes": beside,
                        "algorithms": list(ways)})  # fmt: skip
     return sorted(result, key=lambda row: -row["bytes"])

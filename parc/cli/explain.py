@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parc.cli.terminal import print_json, say, text_table
+from parc.cli.plan_arguments import is_plan
+from parc.cli.terminal import print_json, say, stages, text_table
 from parc.grammar.codes import code_pages
 from parc.grammar.nearest import did_you_mean
 
+if TYPE_CHECKING:
+    from parc.explaining.explain import Explainer
+    from parc.page.facts import PlanLine
+
 
 def explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("of", metavar="CODE|BUILD", nargs="?", help="a code as in error[P0107], of which all are listed "
-                        "without it; or a build")  # fmt: skip
-    parser.add_argument("what", metavar="WHAT", nargs="?", help="of a build: line:18 or FILE:18, no:3 or ROLE:no:3, "
-                        "a module, memory")  # fmt: skip
+    of = "a code as in error[P0107], of which all are listed without it; or a build, or a plan"
+    parser.add_argument("of", metavar="CODE|BUILD|PLAN", nargs="?", help=of)
+    what = "of a build: line:18 or FILE:18, no:3 or ROLE:no:3, a module, memory"
+    parser.add_argument("what", metavar="WHAT", nargs="?", help=what)
+    without = "of a line: compile the plan without it, and say what moves"
+    parser.add_argument("--without", action="store_true", help=without)
+    imports = "with --without: import the build's model, which is code"
+    parser.add_argument("--import-model", action="store_true", help=imports)
     parser.add_argument("--json", action="store_true", help="of a build: the facts as JSON on stdout")
 
 
@@ -40,13 +51,14 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def _explain_build(args: argparse.Namespace, path: Path) -> int:
-    from parc.compiler.build.directory import read_build
+    from parc.cli.diff import side_at
     from parc.explaining.explain import Explainer, UnknownWhat
-    from parc.page.facts import PageFacts
 
-    explainer = Explainer(PageFacts(read_build(path, custom="named")))
+    explainer = Explainer(side_at(path, {}).facts)
     try:
         found = explainer.explain(args.what)
+        if args.without:
+            return _show_without(args, path, explainer, explainer.lines_of(args.what))
     except UnknownWhat as unknown:
         say(f"parc explain: {unknown}")
         say(f"help: {unknown.help}")
@@ -59,4 +71,26 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
     print("\n".join(f"  {name:{width}}{text}" for name, text in found.rows))
     if found.table:
         print("\n" + text_table(found.table, found.head, right=found.right))
+    return 0
+
+
+def _show_without(args: argparse.Namespace, path: Path, explainer: Explainer, lines: Sequence[PlanLine]) -> int:
+    """Print what moves in a plan without some of its lines."""
+    build = explainer.build
+    if not (args.import_model or is_plan(path)):
+        say(f"parc explain: `--without` compiles the plan again, which imports its model, "
+            f"`{build.manifest['model']['callable']}`")  # fmt: skip
+        say(f"help: parc explain {args.of} {args.what} --without --import-model")
+        return 2
+    from parc.cli.diff import print_difference
+    from parc.explaining.differences import difference
+    from parc.explaining.sides import Side, side_without
+
+    with stages() as progress:
+        numbers = [at for at, line in enumerate(explainer.facts.lines) if line in lines]
+        name = " and ".join(line.place for line in lines[:1]) + (
+            f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        )
+        without = side_without(build, numbers, f"without line {name}", progress)
+    print_difference(difference(Side(str(path), explainer.facts), without), args.json)
     return 0

@@ -135,8 +135,8 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     if groups := group_rows(build):
         print(text_table(groups, ("optimizer groups", "parameters", ""), right=(1,)) + "\n")
     print((_every_collective(build) if args.all else _collectives(build)) + "\n")
-    lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
-    lines = lines if args.all else program_rows(programs)
+    keys = ("role", "action", "file", "lines", "collectives")
+    lines = [tuple(program[key] for key in keys) for program in programs] if args.all else program_rows(programs)
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
     return 0
 

@@ -19,8 +19,10 @@ from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import STORED_KINDS, EqualMessages, PageFacts, PlanLine
 from parc.page.flow import ModuleRow
 from parc.report_words import Traffic, modules_text, traffic_by, unit_of
-from parc.tables import natural, placement_text
+from parc.tables import placement_text
 
+_NUMBERED = re.compile(r"(?:(.+):)?(\d{1,9})")
+"""A WHAT with a number: of a line of a file, or of a message of a role."""
 MOST_ROWS = 12
 """The rows of a table of an explanation, the largest first; a last row says how many more there are."""
 
@@ -66,26 +68,40 @@ class Explainer:
         """
         if what in TOPICS:
             return TOPICS[what](self)
-        match = re.fullmatch(r"(?:(.+):)?(\d{1,9})", what)
+        match = _NUMBERED.fullmatch(what)
         if what in self.modules or match is None:
             return self.module(what.removeprefix("module:"))
         before, number = match[1] or "line", int(match[2])
         role, _, word = before.rpartition(":")
         if word == "no" or before in self.build.roles:
             return self.message(role if word == "no" else before, number)
-        return self.line("" if before == "line" else before.removeprefix("line:"), number)
+        return self.line(what)
+
+    def lines_of(self, what: str) -> list[PlanLine]:
+        """Return the lines of the plan that ``line:18`` or ``FILE:18`` names.
+
+        Raises:
+            UnknownWhat: it names none.
+        """
+        match = _NUMBERED.fullmatch(what)
+        if match is None:
+            raise UnknownWhat(
+                f"`{what}` is no line of the plan", "write `line:18`, or `FILE:18` for one of an included file"
+            )
+        return self._lines_at("" if match[1] in (None, "line") else match[1].removeprefix("line:"), int(match[2]))
 
     # ---- a line of the plan
 
-    def line(self, file: str, number: int) -> Explanation:
-        """Return what a line of the plan places and causes; of an included one, with the ``file`` of its text."""
-        lines = self._lines_at(file, number)
-        first, place = lines[0], lines[0].place if len(lines) == 1 else str(number)
+    def line(self, what: str) -> Explanation:
+        """Return what a line of the plan places and causes, or all lines that one includes."""
+        lines = self.lines_of(what)
+        first, place = lines[0], lines[0].place if len(lines) == 1 else str(lines[0].root)
         text = line_text(first) if len(lines) == 1 else f"{len(lines)} lines of `{first.place.rpartition(':')[0]}`"
         result = Explanation(f"line {place}: {text}", facts={"line": place, "text": text})
         if len(lines) > 1:
             result.say("lines", *(f"{line.place}  {line_text(line)}" for line in lines))
         names = {name for name, at in self.facts.placed.items() if at in {line.place for line in lines}}
+        names |= {name for line in lines for name in self._stored_by(line)}
         result.say("places", ", ".join(name for line in lines for name in self.facts.placed_by(line)))
         self._say_held(result, names)
         messages = [one for one in self.facts.messages if one.entry["line"] in {line.root for line in lines}]
@@ -96,9 +112,19 @@ class Explainer:
                        "they serve this one; others may serve them too")  # fmt: skip
         self._say_sent(result, messages)
         self._say_changes(result, messages)
-        result.say("without it", f"`parc explain BUILD {'line:' if ':' not in place else ''}{place} --without` compiles the "
-                   "plan without this line, and says what moves")  # fmt: skip
+        word = place if ":" in place else f"line:{place}"
+        result.say("without it", f"`parc explain BUILD {word} --without` compiles the plan again, and says what moves")
         return result
+
+    def _stored_by(self, line: PlanLine) -> list[str]:
+        """Return the parameters that a `zero` line may store in parts: those that are split over its axis, though no
+        line that places them names it."""
+        match = re.match(r"zero \d over (\S+)", line_text(line))
+        if match is None:
+            return []
+        by = {other.place: line_text(other).split() for other in self.facts.lines}
+        parts = (row["name"] for row in self.facts.parameters if row["placement"].get(match[1], "I").startswith("S"))
+        return [name for name in parts if match[1] not in by.get(self.facts.placed.get(name, ""), ())]
 
     def _lines_at(self, file: str, number: int) -> list[PlanLine]:
         lines = self.facts.lines
@@ -126,8 +152,8 @@ class Explainer:
             return causes
         near = {complete(module, entry["module"]) for module in (*self._reason(entry).modules, entry["module"])}
         places = {place for name, place in self.facts.placed.items() if {name, name.rpartition(".")[0]} & near}
-        between = {line.place for line in causes
-                   if line.text.split()[0] in ("sequence", "context") and entry["axis"] in line.text.split()}  # fmt: skip
+        between = {line.place for line in causes if {"sequence", "context"} & {line.text.split()[0]}}
+        between = {line.place for line in causes if line.place in between and entry["axis"] in line.text.split()}
         return [line for line in causes if line.place in places | between]
 
     # ---- a message
@@ -138,8 +164,8 @@ class Explainer:
         if role and role not in roles:
             raise UnknownWhat(f"there is no role `{role}`", did_you_mean(role, roles, f"roles are {listed(roles)}"))
         if not role and len(roles) > 1:
-            raise UnknownWhat(f"several roles have a message {number}", f"name one of {listed(f'{one}:no:{number}' for one in roles)}"
-                              if len(roles) < 5 else f"write its role too, as `{roles[0]}:no:{number}`")  # fmt: skip
+            named = listed((f"{one}:no:{number}" for one in roles[:4]), "or")
+            raise UnknownWhat(f"several roles have a message {number}", f"name the role too: {named}")
         role = role or roles[0]
         entries = [entry for entry in self.facts.entries if entry["role"] == role]
         if number >= len(entries):
@@ -157,11 +183,9 @@ class Explainer:
         result.say("why", self._reason(entry).text)
         result.say("serves", *(f"line {line.place}  {line_text(line)}" for line in self._serving(entry)))
         share = sent / of_all.bytes if of_all.bytes else 0
-        result.say(
-            "sends", f"{size_text(entry['wire_bytes'])} each time ({size_text(entry['bytes'])} put in, {entry['dtype']}), "
-            f"{entry['count_per_step']} a {self.unit}: {size_text(sent)}, {share:.1%} of all that a rank sends",
-            self._together(entries, number), self._across_text(entry),
-        )  # fmt: skip
+        each = f"{size_text(entry['wire_bytes'])} each time ({size_text(entry['bytes'])} put in, {entry['dtype']})"
+        in_all = f"{entry['count_per_step']} a {self.unit}: {size_text(sent)}, {share:.1%} of all that a rank sends"
+        result.say("sends", f"{each}, {in_all}", self._together(entries, number), self._across_text(entry))
         result.say("time", self._flight_text(entry))
         result.say("removed by", *self._removed_by(entry))
         result.facts |= {"why": self._reason(entry).text, "sent_bytes": sent, "time": self._flight_text(entry),
@@ -181,10 +205,10 @@ class Explainer:
         """Return words on when a message is under way, and what computes meanwhile."""
         flight = self._role(entry["role"]).flight(entry["number"])
         if entry["hidden"]:
-            return f"hidden behind {flight.hidden_words}: it starts after {flight.after}, and {flight.before} awaits it"
+            return f"hidden behind {flight.hidden_words}: it starts {flight.start}, and {flight.before} awaits it"
         if not flight.behind:
-            return f"exposed: it starts after {flight.after}, and nothing computes until {flight.before} has it"
-        return f"exposed: it starts after {flight.after}, and {flight.before} awaits it"
+            return f"exposed: it starts {flight.start}, and nothing computes until {flight.before} has it"
+        return f"exposed: it starts {flight.start}, and {flight.before} awaits it"
 
     def _together(self, entries: Sequence[Mapping[str, Any]], number: int) -> str:
         with_it = [entry for entry in entries if entry["message"] == entries[number]["message"]]
@@ -227,12 +251,10 @@ class Explainer:
         found = [row for path, row in self.modules.items() if path == name or pattern.fullmatch(path)]
         if not found:
             words = [*self.modules, *TOPICS, *(f"line:{line.root}" for line in self.facts.lines)]
-            raise UnknownWhat(
-                f"the build has no line, message or module `{name}`",
-                did_you_mean(name, words, "write `line:18`, `no:3`, `memory`, or a module as `parc show BUILD --list` names it"),
-            )  # fmt: skip
+            ways = "write `line:18`, `no:3`, `memory`, or a module that `parc show BUILD --list` names"
+            raise UnknownWhat(f"no line, message or module is named `{name}`", did_you_mean(name, words, ways))
         row = found[0]
-        paths = [path for one in dict.fromkeys(row.path for row in found) for path in [one]]
+        paths = dict.fromkeys(row.path for row in found)
         inside = [one.path for one in self.facts.tree.rows
                   if any(one.path == path or one.path.startswith(f"{path}.") for path in paths)]  # fmt: skip
         equal = f", {len(row.members)} equal ones" if len(row.members) > 1 else ""
@@ -243,8 +265,9 @@ class Explainer:
         self._say_weights(result, row)
         held = self._held_by(inside)
         if any(held.values()):
-            words = ", ".join(f"{kind} {size_text(size)}" for kind, size in held.items() if size)
-            result.say("holds", f"{size_text(sum(held.values()))} on a rank, all equal ones together: {words}")
+            kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in held.items() if size)
+            together = ", all equal ones together" * (len(row.members) > 1)
+            result.say("holds", f"{size_text(sum(held.values()))} on a rank{together}: {kinds}")
         result.facts["held"] = held
         self._say_sent(result, [one for one in self.facts.messages if one.row in inside])
         self._say_changes(result, [one for one in self.facts.messages if one.row in inside])

@@ -11,7 +11,7 @@ from parc.compiler.layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, 
 from parc.compiler.ops.rules import facts
 from parc.compiler.program.actions import ACTIONS, FORWARD, REDUCE, UNSHARD
 from parc.compiler.program.binding import Binding
-from parc.compiler.program.blocks import working
+from parc.compiler.program.blocks import complete, working
 from parc.compiler.program.plain import on_their_way
 from parc.compiler.program.program import Function, Line, Program
 from parc.compiler.program.roles import Role
@@ -23,10 +23,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The flight of a message. ``after`` and ``before`` are words for the last work before its start and for the line
-    that awaits it; ``behind`` are the modules, or operators, that compute meanwhile, in order."""
+    """The flight of a message. ``start`` are words for its start, by the last work before it, and ``before`` for the
+    line that awaits it; ``behind`` are the modules, or operators, that compute meanwhile, in order."""
 
-    after: str
+    start: str
     before: str
     behind: tuple[str, ...]
 
@@ -77,7 +77,7 @@ class RoleMessages:
             return Flight(self._before(placed), self._reader(placed, line.made[0].name), ())
         name = line.made[0].name
         end = next((at for at, one in enumerate(lines) if at > index and name in one.uses), len(lines))
-        behind = [*self._works(program, function, lines[index + 1 : end])]
+        behind = [*self._works(program, lines[index + 1 : end], placed.message.origin.module)]
         if end < len(lines):
             awaited = lines[end].made[0].name if lines[end].op == WAIT else name
             return Flight(self._before(placed), self._reader(placed, awaited), tuple(behind))
@@ -87,9 +87,9 @@ class RoleMessages:
     # ---- words for lines
 
     def _before(self, placed: PlacedMessage) -> str:
-        """Return words for the last work before a line, "" for none."""
-        before = [*self._works(placed.program, placed.function, placed.function.lines[: placed.index])]
-        return before[-1] if before else f"the start of {self._place(placed)}"
+        """Return words for the start of a message: behind which work it is."""
+        before = [*self._works(placed.program, placed.function.lines[: placed.index], placed.message.origin.module)]
+        return f"after {before[-1]}" if before else f"at the start of {self._place(placed)}"
 
     def _place(self, placed: PlacedMessage) -> str:
         main = placed.function in placed.program.mains
@@ -97,16 +97,16 @@ class RoleMessages:
 
     def _reader(self, placed: PlacedMessage, name: str) -> str:
         """Return words for the first line that reads a value and does more than to view or to cast it."""
-        for line in readers(placed.program, placed.function, name):
-            return line_words(placed.program, line)
+        for line in readers(placed.function, name):
+            return line_words(placed.program, line, placed.message.origin.module)
         return f"the end of {self._place(placed)}"
 
-    def _works(self, program: Program, function: Function, lines: Sequence[Line]) -> Iterator[str]:
+    def _works(self, program: Program, lines: Sequence[Line], like: str = "") -> Iterator[str]:
         """Yield words for those lines that compute for long: products, attention, and calls of functions with such."""
         works = self._working[id(program)]
         for line in lines:
             if line.op in works or facts(line.op).precision == "product":
-                yield line_words(program, line)
+                yield line_words(program, line, like)
 
     @cached_property
     def _working(self) -> Mapping[int, frozenset[str]]:
@@ -124,8 +124,8 @@ class RoleMessages:
             bound = {value.name for value in later.main.parameters if value.binding == key}
             for index, line in enumerate(later.main.lines):
                 if line.op == WAIT and line.uses[0] in bound:
-                    behind += self._works(later, later.main, later.main.lines[:index])
-                    first = next(readers(later, later.main, line.made[0].name), None)
+                    behind += self._works(later, later.main.lines[:index])
+                    first = next(readers(later.main, line.made[0].name), None)
                     return f"{line_words(later, first) if first is not None else kind}", behind
         return kind, behind
 
@@ -134,11 +134,12 @@ def _beside(step: int) -> str:
     return "after it" if step > 0 else "before it"
 
 
-def line_words(program: Program, line: Line) -> str:
-    """Return words for a line: `B of blocks.3` for a call, `mm` in blocks.0.up for an operator."""
-    module = line.origin.module
+def line_words(program: Program, line: Line, like: str = "") -> str:
+    """Return words for a line: `B of blocks.3` for a call, `mm` in blocks.0.up for an operator. ``like`` is a module
+    with the numbers of the call, for starred ones."""
+    module = complete(line.origin.module, like)
     if line.calls_function:
-        return f"{program.action} of {module or line.op}"
+        return f"{program.action} of {module or f'`{line.op}`'}"
     return f"`{short_op(line.op)}`" + (f" in {module}" if module else "")
 
 
@@ -155,7 +156,7 @@ def is_form(line: Line) -> bool:
     )
 
 
-def readers(program: Program, function: Function, name: str) -> Iterator[Line]:
+def readers(function: Function, name: str) -> Iterator[Line]:
     """Yield the lines that read a value, in order, those behind views and casts of it included, and these left out."""
     names, lines = {name}, []
     for line in function.lines:

@@ -6,14 +6,14 @@ Changes follow from the line of the plan that causes it, by its verb.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parc.compiler.analysis.communication import PlacedMessage
-from parc.compiler.layout.collectives import COLLECTIVES, RINGS, WAIT, axes_of
+from parc.compiler.layout.collectives import RINGS, axes_of
 from parc.compiler.layout.placement import AxisType, Split
+from parc.compiler.program.actions import BACKWARD, FORWARD, UNSHARD
 from parc.compiler.program.program import Line
 from parc.explaining.flights import line_words, maker, readers
 
@@ -33,7 +33,7 @@ def reason_of(placed: PlacedMessage, stage: str) -> Reason:
     """Return why the program has a message. ``stage`` is the name of the pipeline's axis."""
     message = placed.message
     if message.op == "send":
-        other = "after" if placed.program.action == "F" else "before"
+        other = "after" if placed.program.action == FORWARD else "before"
         what = "what it made" if other == "after" else "the gradient of what it received"
         return Reason(f"the stages lie on different ranks of `{stage}`: a stage hands {what} to the one {other} it")
     line = placed.function.lines[placed.index]
@@ -42,8 +42,8 @@ def reason_of(placed: PlacedMessage, stage: str) -> Reason:
         return Reason(f"a single number, such as the count of targets, the loss or the gradients' norm, is that of all "
                       f"{ranks} ranks of `{axis}`")  # fmt: skip
     if line.op in RINGS:
-        return Reason(f"each of {ranks} `{axis}` ranks has a part of the sequence, and its queries need all keys and values:"
-                      " they go round in a ring, and no rank holds all of them", (message.origin.module,))  # fmt: skip
+        text = f"each of {ranks} `{axis}` ranks has a part of the sequence, and its queries need all keys and values"
+        return Reason(f"{text}: they go round in a ring, and no rank holds all of them", (message.origin.module,))
     if line.op == "parc.row_max":
         return Reason(
             f"the row of a softmax is split over {ranks} `{axis}` ranks: its largest entry is that of all parts"
@@ -55,63 +55,49 @@ def reason_of(placed: PlacedMessage, stage: str) -> Reason:
 
 def _moved(placed: PlacedMessage, line: Line, axis: str, ranks: int) -> Reason:
     """Return why a value is summed, gathered, cut or exchanged."""
-    message, function = placed.message, placed.function
-    before, after = _kinds(placed, line)
-    source, module = line.uses[0], message.origin.module
-    if message.carries == "weights":
-        return Reason(f"each of {ranks} `{axis}` ranks stores a part of this weight; {_places(placed, line)} reads all of it",
-                      (module,))  # fmt: skip
-    if message.carries == "gradients" or module_is_parameter(placed):
-        kept = f", of which it keeps {_part(after)}" if isinstance(after, Split) else ", and all need the sum"
-        return Reason(f"each of {ranks} `{axis}` ranks has the gradient of its own part of the batch or of the sequence{kept}",
-                      (module,))  # fmt: skip
-    made = maker(function, source)
-    origin = "what comes in" if isinstance(made, str) else line_words(placed.program, made)
-    used = [*dict.fromkeys(line_words(placed.program, one) for one in _behind(placed, line))]
-    reads = ", ".join(used[:_READERS]) + (f" and {len(used) - _READERS} more" if len(used) > _READERS else "")
-    reads = reads or "what comes after"
-    modules = tuple(dict.fromkeys(
-        one.origin.module for one in ([made] if isinstance(made, Line) else []) + _behind(placed, line)
-        if one.origin.module
-    ))  # fmt: skip
-    if before == "P":
-        need = f"needs {_part(after)} of the sum" if isinstance(after, Split) else "reads the whole sum"
+    program, function, module = placed.program, placed.function, placed.message.origin.module
+    type_ = function.values()[line.uses[0]].type
+    before, after = type_.placement[axes_of(line.args[1:])[0]], line.made[0].type.placement[axes_of(line.args[1:])[0]]
+    if placed.message.carries == "weights":
+        where = f"the work of {module or 'the model'}" if program.action == UNSHARD else f"{program.action} of it"
         return Reason(
-            f"each of {ranks} `{axis}` ranks has a part of the sum that {origin} makes; {reads} {need}", modules
+            f"each of {ranks} `{axis}` ranks stores a part of this weight, and {where} reads all of it", (module,)
         )
-    split = f"{origin} is split over {ranks} `{axis}` ranks in {_dim(before)}"
-    need = f"reads it split in {_dim(after)}" if isinstance(after, Split) else f"reads all of {_dim(before)}"
-    return Reason(f"{split}; {reads} {need}", modules)
+    if placed.message.carries == "gradients" or (program.action == BACKWARD and function in program.mains):
+        kept = f"it keeps {_part(after)} of the sum" if isinstance(after, Split) else "all need the sum"
+        return Reason(
+            f"each of {ranks} `{axis}` ranks has the gradient of its own samples or tokens; {kept}", (module,)
+        )
+    made, readers_ = maker(function, line.uses[0]), [*readers(function, line.made[0].name)]
+    lines = [*([made] if isinstance(made, Line) else []), *readers_]
+    modules = tuple(dict.fromkeys(one.origin.module for one in lines if one.origin.module))
+    origin = f"what comes into `{function.name}`" if isinstance(made, str) else line_words(program, made, module)
+    value = f"{origin}, {type_.text(program.mesh)},"
+    reads = _listed([line_words(program, one, module) for one in readers_]) or "what comes after"
+    if before == "P":
+        need = f"{_part(after)} of the sum" if isinstance(after, Split) else "the whole sum"
+        return Reason(f"of {value} each of {ranks} `{axis}` ranks has a part of a sum; {need} goes to {reads}", modules)
+    whole = f"split in dim {after.dim}" if isinstance(after, Split) else "whole"
+    return Reason(f"{value} is split over {ranks} `{axis}` ranks; {whole} it goes to {reads}", modules)
 
 
-def module_is_parameter(placed: PlacedMessage) -> bool:
-    """Return whether a message carries the gradient of a weight out of a main function of backward."""
-    return placed.program.action == "B" and placed.function in placed.program.mains
+def _listed(words: Sequence[str]) -> str:
+    """Return words for lines, with the operator once where several modules have it.
 
-
-def _kinds(placed: PlacedMessage, line: Line) -> tuple[AxisType, AxisType]:
-    values, axis = placed.function.values(), axes_of(line.args[1:])[0]
-    return values[line.uses[0]].type.placement[axis], line.made[0].type.placement[axis]
-
-
-def _behind(placed: PlacedMessage, line: Line) -> list[Line]:
-    return [*readers(placed.program, placed.function, line.made[0].name)]
-
-
-def _places(placed: PlacedMessage, line: Line) -> str:
-    """Return words for where a weight is read."""
-    if placed.program.action == "UNSHARD":
-        return f"the work of {placed.message.origin.module or 'the model'}"
-    used = [*dict.fromkeys(line_words(placed.program, one) for one in _behind(placed, line))]
-    return used[0] if used else f"{placed.program.action}"
-
-
-def _dim(kind: AxisType) -> str:
-    return f"dim {kind.dim}" if isinstance(kind, Split) else "parts"
+    >>> _listed(["`mm` in a.q", "`mm` in a.k", "`add` in b"])
+    '`mm` in a.q, a.k, `add` in b'
+    """
+    result: list[str] = []
+    before = ""
+    for word in dict.fromkeys(words):
+        op, _, module = word.partition(" in ")
+        result.append(module if op == before and module else word)
+        before = op
+    return ", ".join(result[:_READERS]) + (f" and {len(result) - _READERS} more" if len(result) > _READERS else "")
 
 
 def _part(kind: AxisType) -> str:
-    return f"a part of dim {kind.dim}" if isinstance(kind, Split) else "a part"
+    return f"a part in dim {kind.dim}" if isinstance(kind, Split) else "a part"
 
 
 # ---- changes
@@ -129,7 +115,7 @@ def changes(row: Mapping[str, Any], plan: Mapping[str, str], cause: str) -> Iter
         yield f"nothing, as long as the ranks of `{axis}` have different samples or tokens"
         if verb == "zero":
             yield f"without `{cause}` it is an all_reduce of as many bytes as this and the gather of weights together"
-        if "compress" not in plan:
+        if verb in ("zero", "shard") and "compress" not in plan:
             yield f"`compress gradients over {axis} using fp16` sends half of it, and rounds"
     elif carries == "weights":
         yield from _of_weights(row, axis, verb, cause)
@@ -159,10 +145,9 @@ def _of_activations(row: Mapping[str, Any], axis: str, plan: Mapping[str, str]) 
         yield f"fewer ranks of `{axis}`: more of what is exchanged then stays on its rank"
         return
     if sequence:
-        yield (f"without `{sequence}` the gathers and reduce_scatters of forward become all_reduces of as many bytes, and the "
-               "values between split layers are whole on every rank")  # fmt: skip
+        yield f"without `{sequence}` these become all_reduces of as many bytes, and values between layers are whole"
         if row["phase"] == "backward" and row["op"] == "all_gather" and "keep gathered" not in sequence:
             yield f"`{sequence} keep gathered` does not gather it again for backward, and keeps it whole until then"
     else:
-        yield f"`sequence` over `{axis}` does not remove it, but splits the values between these layers for as many bytes"
+        yield f"`sequence` over `{axis}` sends as much, but splits the values between these layers"
     yield f"fewer ranks of `{axis}`: each then holds more of the weights, and multiplies more"

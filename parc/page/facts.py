@@ -15,7 +15,6 @@ from parc.compiler.analysis.liveness import saved_bytes_by_module
 from parc.compiler.build.build import Build, BuildError, program_file
 from parc.compiler.build.directory import again
 from parc.compiler.layout.collectives import COLLECTIVES
-from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.program import Function, Program
@@ -145,14 +144,14 @@ class PlanLine:
 
 
 class PageFacts:
-    """The facts of a build, with its plan where this is no file yet.
+    """The facts of a build.
 
     Raises:
         BuildError: its report is not of its programs or of its plan.
     """
 
-    def __init__(self, build: Build, plan: Plan | None = None) -> None:
-        self.build, self.report, self.plan = build, build.report, plan or plan_of(build)
+    def __init__(self, build: Build) -> None:
+        self.build, self.report, self.plan = build, build.report, plan_of(build)
         self.placed: dict[str, str] = self.report.get("placed", {})
         self.listing = Listing(build)
         self.parameters = parameter_table(build)
