@@ -274,16 +274,24 @@ def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def modules_text(modules: Sequence[str]) -> str:
-    """Return equal numbered modules as one name.
+def modules_text(modules: Iterable[str], most: int = 3) -> str:
+    """Return names of modules, at most so many, with numbered ones that differ in numbers alone as one.
 
     >>> modules_text(["layers.1.up", "layers.2.up", "layers.5.up"]), modules_text(["head"]), modules_text([""])
     ('layers.1..2,5.up', 'head', '')
+    >>> modules_text(["norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"])
+    'norm1.weight, norm1.bias, norm2.weight and 1 more'
     """
-    columns = zip(*(module.split(".") for module in modules), strict=True)
-    return ".".join(
-        words[0] if len({*words}) == 1 else number_ranges(sorted({int(word) for word in words})) for words in columns
-    )
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for module in dict.fromkeys(modules):
+        words = module.split(".")
+        alike.setdefault(tuple("*" if word.isdigit() else word for word in words), []).append(words)
+    names = [
+        ".".join(number_ranges(sorted({*map(int, column)})) if word == "*" else word
+                 for word, column in zip(words, zip(*group, strict=True), strict=True))
+        for words, group in alike.items()
+    ]  # fmt: skip
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def flops_text(count: float) -> str:

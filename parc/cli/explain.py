@@ -13,7 +13,7 @@ from parc.grammar.codes import code_pages
 from parc.grammar.nearest import did_you_mean
 
 if TYPE_CHECKING:
-    from parc.explaining.explain import Explainer
+    from parc.explaining.sides import Side
     from parc.page.facts import PlanLine
 
 
@@ -54,11 +54,12 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
     from parc.cli.diff import side_at
     from parc.explaining.explain import Explainer, UnknownWhat
 
-    explainer = Explainer(side_at(path, {}).facts)
+    side = side_at(path, {})
+    explainer = Explainer(side)
     try:
         found = explainer.explain(args.what)
         if args.without:
-            return _show_without(args, path, explainer, explainer.lines_of(args.what))
+            return _show_without(args, side, explainer.lines_of(args.what))
     except UnknownWhat as unknown:
         say(f"parc explain: {unknown}")
         say(f"help: {unknown.help}")
@@ -74,23 +75,18 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def _show_without(args: argparse.Namespace, path: Path, explainer: Explainer, lines: Sequence[PlanLine]) -> int:
+def _show_without(args: argparse.Namespace, side: Side, lines: Sequence[PlanLine]) -> int:
     """Print what moves in a plan without some of its lines."""
-    build = explainer.build
-    if not (args.import_model or is_plan(path)):
-        say(f"parc explain: `--without` compiles the plan again, which imports its model, "
-            f"`{build.manifest['model']['callable']}`")  # fmt: skip
+    if not (args.import_model or is_plan(Path(args.of))):
+        target = side.facts.build.manifest["model"]["callable"]
+        say(f"parc explain: `--without` compiles the build's plan, which imports its model, `{target}`")
         say(f"help: parc explain {args.of} {args.what} --without --import-model")
         return 2
     from parc.cli.diff import print_difference
     from parc.explaining.differences import difference
-    from parc.explaining.sides import Side, side_without
+    from parc.explaining.sides import with_and_without
 
     with stages() as progress:
-        numbers = [at for at, line in enumerate(explainer.facts.lines) if line in lines]
-        name = " and ".join(line.place for line in lines[:1]) + (
-            f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        )
-        without = side_without(build, numbers, f"without line {name}", progress)
-    print_difference(difference(Side(str(path), explainer.facts), without), args.json)
+        left, right = with_and_without(side, lines, progress)
+    print_difference(difference(left, right), args.json)
     return 0

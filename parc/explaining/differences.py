@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from parc.compiler.analysis.memory import MEMORY_KINDS
-from parc.explaining.explain import line_text
-from parc.explaining.sides import Side
+from parc.explaining.sides import Side, line_text
 from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import PlanLine
 from parc.report_words import Traffic, flops_text, schedule_words, traffic_by
@@ -267,8 +266,9 @@ def change_text(left: float, right: float) -> str:
 def head_rows(one: MovedLine) -> list[str]:
     """Return the text of a line of the plan on both sides, once where they are equal."""
     heads = [_head(lines) for lines in one.lines]
-    if heads[0] == heads[1] and not one.rewritten:
-        return [heads[0] or "no line of the plan"]
+    if not one.rewritten:
+        there = f" (line {one.lines[1][0].root} on the right)" if heads[0] != heads[1] else ""
+        return [f"{heads[0]}{there}" if heads[0] else "no line of the plan"]
     rows = [f"{mark} {head}" for mark, head in zip("-+", heads, strict=True) if head]
     if max(map(len, one.lines)) > 1:  # an include
         before, after = ([*map(line_text, lines)] for lines in one.lines)

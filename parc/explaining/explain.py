@@ -14,9 +14,10 @@ from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.blocks import complete
 from parc.explaining.flights import RoleMessages
 from parc.explaining.reasons import Reason, changes, reason_of
+from parc.explaining.sides import Side, line_text
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.syntax import size_in_both, size_text
-from parc.page.facts import STORED_KINDS, EqualMessages, PageFacts, PlanLine
+from parc.page.facts import STORED_KINDS, EqualMessages, PlanLine
 from parc.page.flow import ModuleRow
 from parc.report_words import Traffic, modules_text, traffic_by, unit_of
 from parc.tables import placement_text
@@ -55,8 +56,8 @@ class Explanation:
 class Explainer:
     """The explanations of one build."""
 
-    def __init__(self, facts: PageFacts) -> None:
-        self.facts, self.build, self.report = facts, facts.build, facts.report
+    def __init__(self, side: Side) -> None:
+        self.facts, self.build, self.report = side.facts, side.facts.build, side.facts.report
         self.unit = unit_of(self.report)
         self._roles: dict[str, RoleMessages] = {}
 
@@ -174,8 +175,9 @@ class Explainer:
         entry = entries[number]
         of_all = Traffic(*(0,) * 4) if not entries else traffic_by(entries)[()]
         sent = entry["count_per_step"] * entry["wire_bytes"]
-        name = f"{role}:no:{number}" if len(roles) > 1 else f"no:{number}"
-        result = Explanation(f"{name}: {entry['op']} over {entry['axis']} of {entry['carries']}", facts=dict(entry))
+        result = Explanation(
+            f"{self._label(entry)}: {entry['op']} over {entry['axis']} of {entry['carries']}", facts=dict(entry)
+        )
         placed = self._role(role).placed[number]
         where = " ".join(filter(None, (entry["module"], placed.message.origin.source)))
         result.say("where", f"{entry['phase']}, {where or 'the model itself'}, in `{placed.function.name}` of "
@@ -356,6 +358,10 @@ class Explainer:
 
     # ---- shared rows
 
+    def _label(self, entry: Mapping[str, Any]) -> str:
+        """Return the WHAT of a message."""
+        return f"{entry['role']}:no:{entry['number']}" if len(self.build.roles) > 1 else f"no:{entry['number']}"
+
     def _say_held(self, result: Explanation, names: set[str]) -> None:
         """Say what a rank holds of parameters, beside their whole bytes."""
         rows = [row for row in self.facts.parameters if row["name"] in names]
@@ -389,8 +395,8 @@ class Explainer:
             first = next((one.entry for one in ordered if one.entry["hidden"] is hidden), None)
             if first is not None:
                 result.say("time" if hidden is False or not any(not one.entry["hidden"] for one in ordered) else "",
-                           f"no. {first['number']} is {self._flight_text(first)}")  # fmt: skip
-        result.say("why", f"no. {ordered[0].entry['number']}: {self._reason(ordered[0].entry).text}")
+                           f"{self._label(first)} is {self._flight_text(first)}")  # fmt: skip
+        result.say("why", f"{self._label(ordered[0].entry)}: {self._reason(ordered[0].entry).text}")
         result.head, result.right = ("no.", "collective", "axis", "phase", "of", "sent", "time", "module"), (0, 5)
         result.table = [
             (f"{one.entry['role']}:{one.entry['number']}" if several else one.entry["number"], one.entry["op"],
@@ -411,15 +417,10 @@ class Explainer:
         kinds = dict[str, Mapping[str, Any]]()
         for one in sorted(messages, key=lambda one: -one.sent.bytes):
             kinds.setdefault(one.entry["carries"], one.entry)
-        texts = list(dict.fromkeys(text for entry in kinds.values() if entry["carries"] != "numbers"
-                                   for text in self._removed_by(entry)))  # fmt: skip
+        texts = [f"{kind}: {text}" for kind, entry in kinds.items() if kind != "numbers"
+                 for text in self._removed_by(entry)]  # fmt: skip
         result.say("removed by", *texts)
         result.facts["changes"] = texts
-
-
-def line_text(line: PlanLine) -> str:
-    """Return a line of a plan without the blanks that align it."""
-    return " ".join(line.text.split())
 
 
 TOPICS: Mapping[str, Callable[[Explainer], Explanation]] = {"memory": Explainer.memory}

@@ -17,9 +17,6 @@ from parc.compiler.program.program import Function, Line, Program
 from parc.compiler.program.roles import Role
 from parc.report_words import modules_text
 
-_NAMED = 3
-"""The number of modules that words on work name one by one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -33,22 +30,7 @@ class Flight:
     @property
     def hidden_words(self) -> str:
         """The work that hides the message, in words."""
-        return works_text(self.behind)
-
-
-def works_text(works: Sequence[str]) -> str:
-    """Return words on modules, equal numbered ones together.
-
-    >>> works_text(["B of layers.3", "B of layers.2", "`mm` in head"])
-    'B of layers.2..3, `mm` in head'
-    """
-    alike: dict[str, list[str]] = {}
-    for work in dict.fromkeys(works):
-        words = ["*" if word.isdigit() else word for word in work.split(".")]
-        alike.setdefault(".".join(words), []).append(work)
-    texts = [modules_text(group) for group in alike.values()]
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return ", ".join(texts[:_NAMED]) + more
+        return modules_text(self.behind)
 
 
 class RoleMessages:
@@ -66,7 +48,7 @@ class RoleMessages:
         if placed.message.op == "send":
             row = ACTIONS[program.action]
             return Flight(
-                f"the end of {program.action}", f"{row.kind} of the stage {_beside(row.to)}", ("other actions",)
+                f"at the end of {program.action}", f"{row.kind} of the stage {_beside(row.to)}", ("other actions",)
             )
         line = lines[index]
         if line.op in RINGS:

@@ -114,7 +114,7 @@ def changes(row: Mapping[str, Any], plan: Mapping[str, str], cause: str) -> Iter
     elif carries == "gradients":
         yield f"nothing, as long as the ranks of `{axis}` have different samples or tokens"
         if verb == "zero":
-            yield f"without `{cause}` it is an all_reduce of as many bytes as this and the gather of weights together"
+            yield f"without `{cause}` it is an all_reduce, which sends as much as this and one gather of the weights"
         if verb in ("zero", "shard") and "compress" not in plan:
             yield f"`compress gradients over {axis} using fp16` sends half of it, and rounds"
     elif carries == "weights":

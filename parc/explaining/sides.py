@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parc.checking.reports import report_of
-from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiling.driver import Progress, compile_plan
 from parc.grammar.bounded import real_path
 from parc.grammar.source import Source
-from parc.page.facts import PageFacts
+from parc.page.facts import PageFacts, PlanLine
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,33 @@ def side_of_plan(path: Path, defines: Mapping[str, str], progress: Progress) -> 
     return _compiled(f"{path}{words}", read_plan(path, defines), real_path(path).parent, progress)
 
 
-def side_without(build: Build, lines: Collection[int], name: str, progress: Progress) -> Side:
-    """Compile the plan of a build without the lines with these indices. The model is imported.
+def with_and_without(side: Side, lines: Sequence[PlanLine], progress: Progress) -> tuple[Side, Side]:
+    """Return a build as it is, and compiled without some lines of its plan. Its model is imported.
+
+    Where the plan includes others, both are compiled from the text that the build has, in which each included line is
+    a line of its own: then each has its own messages.
 
     Raises:
-        PlanError: the plan needs them.
+        PlanError: the plan needs the lines.
     """
-    rows = build.texts["plan.parc"].splitlines()
-    text = "\n".join("" if at in lines else row for at, row in enumerate(rows)) + "\n"
-    return _compiled(name, read_plan(Source("plan.parc", text)), build.folder, progress)
+    facts, build = side.facts, side.facts.build
+    numbers, included = [line.root for line in facts.lines], any(":" in line.place for line in facts.lines)
+    if included:
+        numbers = [*range(1, len(numbers) + 1)]
+    rows = [""] * max(numbers)
+    for number, line in zip(numbers, facts.lines, strict=True):
+        rows[number - 1] = line.text
+    kept = list(rows)
+    for number, line in zip(numbers, facts.lines, strict=True):
+        kept[number - 1] = "" if line in lines else line.text
+    whole, without = (read_plan(Source("plan.parc", "\n".join(text) + "\n")) for text in (rows, kept))
+    left = _compiled(f"{side.name}, its `plan.parc`", whole, build.folder, progress) if included else side
+    return left, _compiled(f"without {line_text(lines[0])}", without, build.folder, progress)
+
+
+def line_text(line: PlanLine) -> str:
+    """Return a line of a plan without the blanks that align it."""
+    return " ".join(line.text.split())
 
 
 def _compiled(name: str, plan: Plan, folder: Path, progress: Progress) -> Side:
