@@ -13,6 +13,7 @@ from parc.grammar.codes import code_pages
 from parc.grammar.nearest import did_you_mean
 
 if TYPE_CHECKING:
+    from parc.explaining.explain import Explanation
     from parc.explaining.sides import Side
     from parc.page.facts import PlanLine
 
@@ -64,15 +65,20 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
         say(f"parc explain: {unknown}")
         say(f"help: {unknown.help}")
         return 1
-    if args.json:
-        print_json({"what": args.what, "title": found.title, "says": [list(row) for row in found.rows], **found.facts})
-        return 0
+    print_explanation(found, args.what, args.json)
+    return 0
+
+
+def print_explanation(found: Explanation, what: str, as_json: bool) -> None:
+    """Print an explanation as words, or as JSON."""
+    if as_json:
+        print_json({"what": what, "title": found.title, "says": [list(row) for row in found.rows], **found.facts})
+        return
     width = max((len(name) for name, _ in found.rows), default=0) + 2
     print(found.title)
     print("\n".join(f"  {name:{width}}{text}" for name, text in found.rows))
     if found.table:
         print("\n" + text_table(found.table, found.head, right=found.right))
-    return 0
 
 
 def _show_without(args: argparse.Namespace, side: Side, lines: Sequence[PlanLine]) -> int:
