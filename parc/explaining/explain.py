@@ -146,16 +146,17 @@ class Explainer:
 
     def _serving(self, entry: Mapping[str, Any]) -> list[PlanLine]:
         """Return the lines of the plan that a message serves: its cause; or, of the lines of a file that its cause
-        includes, those that place weights of the modules that make or read its value, and those that split values
+        includes, those that place weights of the modules that make or read its value; and those that split values
         between modules over its axis."""
         causes = [line for line in self.facts.lines if line.root == entry["line"]]
+        splitting = [line for line in self.facts.lines if _splits_values(line, entry["axis"])]
+        if entry["carries"] != "activations" or entry["op"] == "send":
+            splitting = []
         if len(causes) < 2:
-            return causes
+            return causes if causes and causes[0] in splitting else [*causes, *splitting]
         near = {complete(module, entry["module"]) for module in (*self._reason(entry).modules, entry["module"])}
         places = {place for name, place in self.facts.placed.items() if {name, name.rpartition(".")[0]} & near}
-        between = {line.place for line in causes if {"sequence", "context"} & {line.text.split()[0]}}
-        between = {line.place for line in causes if line.place in between and entry["axis"] in line.text.split()}
-        return [line for line in causes if line.place in places | between]
+        return [line for line in causes if line.place in places or line in splitting]
 
     # ---- a message
 
@@ -421,6 +422,12 @@ class Explainer:
                  for text in self._removed_by(entry)]  # fmt: skip
         result.say("removed by", *texts)
         result.facts["changes"] = texts
+
+
+def _splits_values(line: PlanLine, axis: str) -> bool:
+    """Return whether a line splits values between modules over an axis."""
+    verb, *words = line.text.split()
+    return verb in ("sequence", "context") and axis in words
 
 
 TOPICS: Mapping[str, Callable[[Explainer], Explanation]] = {"memory": Explainer.memory}
