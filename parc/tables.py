@@ -112,7 +112,7 @@ def placement_text(kinds: dict[str, str]) -> str:
     return ", ".join(split) or "whole"
 
 
-def program_rows(programs: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
+def folded_programs(programs: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
     """Return rows of a table of programs. Those of roles that have as many lines and collectives share a row."""
     alike: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
     for one in programs:

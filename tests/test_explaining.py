@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from parc.cli import main
-from parc.cli.diff import print_difference
+from parc.cli.diff import print_comparison
 from parc.cli.explain import print_explanation
-from parc.explaining.differences import difference
+from parc.explaining.differences import compare_sides
 from parc.explaining.explain import Explainer, UnknownWhat
 from parc.explaining.sides import Side, side_of_plan, with_and_without
 
@@ -125,13 +125,13 @@ def test_explanations_and_differences_look_as_they_did(folder: Path, capsys: pyt
         print_explanation(Explainer(side(folder, plan, defines)).explain(what), what, False)
         texts.append(f"# explain {' '.join(filter(None, (plan, defines)))}: {what}\n{capsys.readouterr().out}")
     for left, right in COMPARED:
-        print_difference(difference(side(folder, *left), side(folder, *right)), False)
+        print_comparison(compare_sides(side(folder, *left), side(folder, *right)), False)
         texts.append(
             f"# diff {' '.join(filter(None, left))}, {' '.join(filter(None, right))}\n{capsys.readouterr().out}"
         )
     sequence = side(folder, "sequence")
-    print_difference(
-        difference(*with_and_without(sequence, Explainer(sequence).lines_of("split.parc:5"), lambda _: None)), False
+    print_comparison(
+        compare_sides(*with_and_without(sequence, Explainer(sequence).lines_of("split.parc:5"), lambda _: None)), False
     )
     texts.append(
         f"# explain sequence: split.parc:5 --without\n{capsys.readouterr().out.replace(str(folder), 'FOLDER')}"
@@ -168,7 +168,7 @@ def test_every_message_has_a_reason_a_time_and_a_way_out(folder: Path) -> None:
 
 def test_a_difference_counts_what_the_reports_count(folder: Path) -> None:
     left, right = side(folder, "zero 1"), side(folder, "zero 3")
-    facts = difference(left, right).facts
+    facts = compare_sides(left, right).facts
     for at, one in enumerate((left, right)):
         report = one.facts.report
         assert facts["numbers"]["peak memory"][at] == report["memory"][0]["peak_bytes"]

@@ -17,7 +17,7 @@ from ..layout.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlace:
+class NodeSpread:
     """The place of a group of ranks: their number, and how many of them share each of its nodes."""
 
     ranks: int
@@ -28,24 +28,24 @@ class GroupPlace:
         """The number of nodes with ranks of the group."""
         return self.ranks // self.inside
 
-    def of(self, members: int) -> GroupPlace:
+    def of(self, members: int) -> NodeSpread:
         """Return the place of some members of the group, spread over its nodes."""
-        return self if members == self.ranks else GroupPlace(members, max(1, self.inside * members // self.ranks))
+        return self if members == self.ranks else NodeSpread(members, max(1, self.inside * members // self.ranks))
 
 
-def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = ()) -> GroupPlace:
+def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = ()) -> NodeSpread:
     """Return the place of a group over some axes, with ``node`` ranks in a node. ``order`` is that of all axes, the
     innermost last; that of the mesh if it is left out.
 
     >>> place_of(Mesh.parse("pp=2, dp=4, tp=2"), ["dp"], 4), place_of(Mesh.parse("dp=4, tp=2"), ["tp"], 4)
-    (GroupPlace(ranks=4, inside=2), GroupPlace(ranks=2, inside=2))
+    (NodeSpread(ranks=4, inside=2), NodeSpread(ranks=2, inside=2))
     """
     strides, stride = dict[str, int](), 1
     for axis in reversed(order or mesh.names):
         strides[axis], stride = stride, stride * mesh.size(axis)
     sizes = {axis: mesh.size(axis) for axis in mesh.spread(axes)}
     inside = math.prod(min(size, max(1, node // strides[axis])) for axis, size in sizes.items())
-    return GroupPlace(math.prod(sizes.values()), inside)
+    return NodeSpread(math.prod(sizes.values()), inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Algorithm:
     group sends, for the bytes that a rank puts in and the group's place in several nodes."""
 
     words: str
-    sent: Callable[[int, GroupPlace], int]
+    sent: Callable[[int, NodeSpread], int]
     source: str
 
 
@@ -94,7 +94,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 or through the switch, and no NIC."""
 
 
-def nic_bytes(row: Mapping[str, Any], place: GroupPlace) -> int:
+def nic_bytes(row: Mapping[str, Any], place: NodeSpread) -> int:
     """Return the bytes that the busiest NIC of a group sends for a row of the report's communication, once; 0 where the
     group lies in one node."""
     place = place.of(row["ranks"]) if row["op"] != "send" else place
@@ -106,7 +106,7 @@ def sent_across(
 ) -> dict[tuple[str, str, bool], int]:
     """Return the bytes that the NIC of a rank sends in a step, by role, by axis and by whether work hides them; of axes
     that lie in one node none."""
-    places = dict[str, GroupPlace]()
+    places = dict[str, NodeSpread]()
     sent = dict[tuple[str, str, bool], int]()
     for row in rows:
         axis = row["axis"]

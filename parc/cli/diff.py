@@ -10,7 +10,7 @@ from parc.cli.plan_arguments import add_defines, is_plan
 from parc.cli.terminal import print_json, say, stages, text_table
 
 if TYPE_CHECKING:
-    from parc.explaining.differences import Difference
+    from parc.explaining.differences import Comparison
     from parc.explaining.sides import Side
 
 
@@ -35,9 +35,9 @@ def diff_command(args: argparse.Namespace) -> int:
     defines = dict(args.defines)
     left = side_at(args.a, {} if args.b is None else defines)
     right = side_at(args.b or args.a, defines)
-    from parc.explaining.differences import difference
+    from parc.explaining.differences import compare_sides
 
-    print_difference(difference(left, right), args.json)
+    print_comparison(compare_sides(left, right), args.json)
     return 0
 
 
@@ -54,7 +54,7 @@ def side_at(path: Path, defines: dict[str, str]) -> Side:
     return side_of_build(path)
 
 
-def print_difference(found: Difference, as_json: bool) -> None:
+def print_comparison(found: Comparison, as_json: bool) -> None:
     """Print a difference as words, or as JSON."""
     from parc.explaining.differences import line_rows, number_rows, rewritten_rows, side_text
 

@@ -88,11 +88,11 @@ def _show_without(args: argparse.Namespace, side: Side, lines: Sequence[PlanLine
         say(f"parc explain: `--without` compiles the build's plan, which imports its model, `{target}`")
         say(f"help: parc explain {args.of} {args.what} --without --import-model")
         return 2
-    from parc.cli.diff import print_difference
-    from parc.explaining.differences import difference
+    from parc.cli.diff import print_comparison
+    from parc.explaining.differences import compare_sides
     from parc.explaining.sides import with_and_without
 
     with stages() as progress:
         left, right = with_and_without(side, lines, progress)
-    print_difference(difference(left, right), args.json)
+    print_comparison(compare_sides(left, right), args.json)
     return 0

@@ -96,7 +96,7 @@ def _print_expanded(args: argparse.Namespace) -> int:
 
 def _show_build(args: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
-    from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_rows, program_table
+    from parc.tables import folded_programs, group_rows, module_rows, parameter_rows, parameter_table, program_table
 
     build = read_build(path, custom="named")
     if moved := build.moved():
@@ -136,7 +136,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
         print(text_table(groups, ("optimizer groups", "parameters", ""), right=(1,)) + "\n")
     print((_every_collective(build) if args.all else _collectives(build)) + "\n")
     keys = ("role", "action", "file", "lines", "collectives")
-    lines = [tuple(program[key] for key in keys) for program in programs] if args.all else program_rows(programs)
+    lines = [tuple(program[key] for key in keys) for program in programs] if args.all else folded_programs(programs)
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
     return 0
 

@@ -49,7 +49,7 @@ class MovedLine:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Comparison:
     """The difference of two builds: notes, numbers of a rank as name, left, right, and the lines that moved, largest
     first. Numbers are bytes, but for shares of a step's idle time."""
 
@@ -80,7 +80,7 @@ class Difference:
         }  # fmt: skip
 
 
-def difference(left: Side, right: Side) -> Difference:
+def compare_sides(left: Side, right: Side) -> Comparison:
     """Return what moved from one side to the other."""
     pairs = list(_pairs(left, right))
     messages = [_by_root(side) for side in (left, right)]
@@ -94,7 +94,7 @@ def difference(left: Side, right: Side) -> Difference:
     others = [table.get(0, ()) for table in messages]
     lines.append(_moved_line(((), ()), others, moved.get(-1, ()), (left, right)))
     lines = sorted((line for line in lines if line.rewritten or line.moves), key=lambda line: -line.moved)
-    return Difference((left, right), [*_notes(left, right)], [*_numbers(left, right)], lines)
+    return Comparison((left, right), [*_notes(left, right)], [*_numbers(left, right)], lines)
 
 
 # ---- lines of two plans
@@ -236,7 +236,7 @@ def _flops(report: Mapping[str, Any]) -> dict[str, int]:
 # ---- in words
 
 
-def number_rows(found: Difference) -> list[tuple[str, str, str, str]]:
+def number_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
     """Return rows of a table of the numbers: name, left, right, change."""
     rows = []
     for name, left, right in found.numbers:
@@ -312,7 +312,7 @@ def _head(lines: Sequence[PlanLine]) -> str:
     return f"line {lines[0].root}: {len(lines)} lines of `{lines[0].place.rpartition(':')[0]}`"
 
 
-def rewritten_rows(found: Difference) -> list[str]:
+def rewritten_rows(found: Comparison) -> list[str]:
     """Return the lines of the plans whose texts differ."""
     return [row for one in sorted((one for one in found.lines if one.rewritten), key=_at) for row in head_rows(one)]
 

@@ -13,7 +13,7 @@ from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.blocks import complete
 from parc.explaining.flights import RoleMessages
-from parc.explaining.reasons import Reason, changes, reason_of
+from parc.explaining.reasons import Reason, changes, message_reason
 from parc.explaining.sides import Side, line_text
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.syntax import size_in_both, size_text
@@ -202,7 +202,7 @@ class Explainer:
         return self._roles[name]
 
     def _reason(self, entry: Mapping[str, Any]) -> Reason:
-        return reason_of(self._role(entry["role"]).placed[entry["number"]], self.build.axis)
+        return message_reason(self._role(entry["role"]).placed[entry["number"]], self.build.axis)
 
     def _flight_text(self, entry: Mapping[str, Any]) -> str:
         """Return words on when a message is under way, and what computes meanwhile."""

@@ -23,13 +23,13 @@ _READERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a message is there: a sentence, and the modules whose lines make and read what it carries."""
+    """Reason of a message: a sentence, and the modules whose lines make and read what it carries."""
 
     text: str
     modules: tuple[str, ...] = ()
 
 
-def reason_of(placed: PlacedMessage, stage: str) -> Reason:
+def message_reason(placed: PlacedMessage, stage: str) -> Reason:
     """Return why the program has a message. ``stage`` is the name of the pipeline's axis."""
     message = placed.message
     if message.op == "send":
