@@ -12,11 +12,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from parc.cli import main
+from parc.cli.build import report_text
 from parc.cli.diff import print_comparison
 from parc.cli.explain import print_explanation
+from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.explaining.differences import compare_sides
 from parc.explaining.explain import Explainer, UnknownWhat
 from parc.explaining.sides import Side, side_of_plan, with_and_without
+from parc.report_words import traffic_by
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GOLDEN = Path(__file__).parent / "golden" / "explained.txt"
@@ -217,3 +220,50 @@ def test_the_commands_take_plans_and_say_what_they_lack(folder: Path, capsys: py
     ):
         assert main(words) == code
         assert text in capsys.readouterr().err
+
+
+# ---- the figures of `parc show`
+
+
+def test_sums_of_gradients_are_caused_by_zero_or_by_the_line_that_splits_samples(folder: Path) -> None:
+    for plan, line in (("tensor", 14), ("zero 1", 19), ("zero 3", 19), ("compress", 19)):
+        report = side(folder, plan).facts.report
+        for row in (row for row in report["communication"] if row["carries"] == "gradients"):
+            whole = row["module"] in report["stored_whole"]  # no dim divides, so `zero` splits nothing
+            assert row["line"] == (14 if whole else line), (plan, row)
+    sends = [row for row in side(folder, "tensor", "pp=2 tp=1").facts.report["communication"] if row["op"] == "send"]
+    assert {row["line"] for row in sends} == {12}
+
+
+def test_tensors_of_one_message_go_over_one_axis_and_are_counted_once(folder: Path) -> None:
+    report = side(folder, "zero 3").facts.report
+    together: dict[int, set[tuple[str, str]]] = {}
+    for row in report["communication"]:
+        together.setdefault(row["message"], set()).add((row["op"], row["axis"]))
+    assert all(len(kinds) == 1 for kinds in together.values())
+    assert len(together) < len(report["communication"])
+    sent = traffic_by(report["communication"])[()]
+    counts = {row["message"]: row["count_per_step"] for row in report["communication"]}
+    assert (sent.messages, sent.count) == (
+        sum(counts.values()),
+        sum(r["count_per_step"] for r in report["communication"]),
+    )
+
+
+def test_memory_names_its_moment_and_the_most_of_each_kind(folder: Path) -> None:
+    for plan, defines in (("tensor", ""), ("zero 3", ""), ("tensor", "pp=2 tp=1")):
+        facts = side(folder, plan, defines).facts
+        for row in facts.report["memory"]:
+            assert row["moment"]["action"] in map(str, facts.build.roles[row["role"]].actions)
+            assert all(row["most"][kind] >= row[kind] for kind in MEMORY_KINDS)
+            assert sum(row["most"].values()) >= row["peak_bytes"]
+        assert "budget 1 MB (976.6 KiB), of which" in report_text(facts.report)
+
+
+def test_folded_rows_send_what_all_rows_send(folder: Path) -> None:
+    facts = side(folder, "zero 3").facts
+    rows = facts.report["communication"]
+    assert sum(one.sent.bytes for one in facts.messages) == sum(r["wire_bytes"] * r["count_per_step"] for r in rows)
+    assert len(facts.messages) < len(rows)
+    across = facts.report["across_nodes"]
+    assert sum(one["bytes"] for one in across["axes"]) == across["bytes"] > 0
