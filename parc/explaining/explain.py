@@ -188,7 +188,13 @@ class Explainer:
         share = sent / of_all.bytes if of_all.bytes else 0
         each = f"{size_text(entry['wire_bytes'])} each time ({size_text(entry['bytes'])} put in, {entry['dtype']})"
         in_all = f"{entry['count_per_step']} a {self.unit}: {size_text(sent)}, {share:.1%} of all that a rank sends"
-        result.say("sends", f"{each}, {in_all}", self._together(entries, number), self._across_text(entry))
+        result.say(
+            "sends",
+            f"{each}, {in_all}",
+            self._equal_text(entry),
+            self._together(entries, number),
+            self._across_text(entry),
+        )
         result.say("time", self._flight_text(entry))
         result.say("removed by", *self._removed_by(entry))
         result.facts |= {"why": self._reason(entry).text, "sent_bytes": sent, "time": self._flight_text(entry),
@@ -212,6 +218,13 @@ class Explainer:
         if not flight.behind:
             return f"exposed: it starts {flight.start}, and nothing computes until {flight.before} has it"
         return f"exposed: it starts {flight.start}, and {flight.before} awaits it"
+
+    def _equal_text(self, entry: Mapping[str, Any]) -> str:
+        """Return words on the messages of equal modules, with which `parc show` folds it."""
+        found = next(one for one in self.facts.messages if any(other is entry for other in one.entries))
+        if len(found.entries) == 1:
+            return ""
+        return f"it is one of {len(found.entries)} equal ones, {size_text(found.sent.bytes)} a {self.unit} together"
 
     def _together(self, entries: Sequence[Mapping[str, Any]], number: int) -> str:
         with_it = [entry for entry in entries if entry["message"] == entries[number]["message"]]
