@@ -61,7 +61,7 @@ def test_exchanges_send_each_other_node_its_part(spread: NodeSpread) -> None:
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_trees_send_each_byte_up_and_down_once(spread: NodeSpread) -> None:
-    """Of a tree over nodes, all edges together carry the value up and down: the mean over nodes is that of a NIC times
+    """All edges of a tree over nodes carry the value up and down: the mean over nodes is that of a NIC times
     the NICs."""
     size = 48 * spread.ranks
     edges = 2 * (spread.nodes - 1) * size
