@@ -39,6 +39,18 @@ def size_text(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
+def size_in_both(count: int) -> str:
+    """Return bytes in powers of 1000, as devices are sold, and in those of 1024, as memory is counted.
+
+    >>> size_in_both(80 * 10**9), size_in_both(64 * 2**30), size_in_both(640)
+    ('80 GB (74.5 GiB)', '68.7 GB (64.0 GiB)', '640 B')
+    """
+    if count < 1000:
+        return size_text(count)
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{round(count / 1000**power, 1):g} {'KMGT'[power - 1]}B ({size_text(count)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Word:
     """A name, a dotted path, or a pattern of paths."""

@@ -8,19 +8,21 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise, permutations
+from typing import Any
 
+from parc.compiler.analysis.across_nodes import sent_across
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.liveness import local_bytes
 from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, made_in_eval, passed_on
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.layout.collectives import RINGS
-from parc.compiler.layout.mesh import UnevenNodes, node_levels
+from parc.compiler.layout.mesh import Mesh, UnevenNodes, node_levels
 from parc.compiler.layout.placement import AxisType, Split
 from parc.compiler.ops.precision import is_narrow
 from parc.compiler.plan.layouts import SplitWeights
@@ -141,34 +143,40 @@ def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
     plan, mesh, node = compiled.plan, compiled.mesh, compiled.plan.node
     if node is None or len(plan.mesh.axes) >= _MOST_AXES:
         return
-    sent = [Counter[tuple[tuple[str, ...], bool]]() for _ in compiled.build.roles]
-    for table, role in zip(sent, compiled.build.roles.values(), strict=True):
+    counts, facts = Counter[tuple[Any, ...]](), ("role", "axis", "hidden", "op", "bytes", "ranks")
+    for role in compiled.build.roles.values():
         for row in (row for row in communication_table(role) if row["carries"] != "numbers"):
-            table[mesh.spread(row["axis"].split(",")), row["hidden"]] += row["count_per_step"] * row["wire_bytes"]
+            counts[tuple(row[key] for key in facts)] += row["count_per_step"]
+    rows = [{**dict(zip(facts, values, strict=True)), "count_per_step": count} for values, count in counts.items()]
     costs: dict[_Order, tuple[int, int]] = {}
     for order in permutations(plan.mesh.axes):
-        places, crossing, ranks = [name for name, _ in order], set[str](), 1
-        for part in reversed([part for name in places for part in mesh.parts(name)]):
-            ranks *= mesh.size(part)
-            crossing.update([part] if ranks > node.ranks else ())
+        places = [name for name, _ in order]
         with suppress(UnevenNodes):
             node_levels(replace(plan.mesh, axes=order), node.ranks)
             if all([*line.view.over] == sorted(line.view.over, key=places.index) for line in plan.views):
-                rows = [[(hidden, size) for (axes, hidden), size in table.items() if crossing.intersection(axes)]
-                        for table in sent]  # fmt: skip
-                waiting = max(sum(size for hidden, size in of_role if not hidden) for of_role in rows)
-                costs[order] = max(sum(size for _, size in of_role) for of_role in rows), waiting
+                parts = [part for name in places for part in mesh.parts(name)]
+                costs[order] = _most_across(rows, mesh, node.ranks, parts)
     current = costs[plan.mesh.axes]
     best = min((order for order, cost in costs.items() if cost[0] <= current[0] and cost[1] <= current[1]),
                key=lambda order: sum(costs[order]))  # fmt: skip
     if any(2 * less <= many > 0 for less, many in zip(costs[best], current, strict=True)):
         total, waiting_text, less, rest = map(size_text, (*current, *costs[best]))
         yield _warning(
-            NODE_ORDER, f"a rank sends {total} a step to other nodes, {waiting_text} of them while nothing is computed",
-            Label(plan.mesh_spans[best[-1][0]]),
+            NODE_ORDER, f"the NIC of a rank sends {total} a step to other nodes, {waiting_text} of them while nothing "
+            "is computed", Label(plan.mesh_spans[best[-1][0]]),
             help=f"write `mesh {', '.join(f'{axis}={size}' for axis, size in best)}`: {less}, and {rest} of them while "
             "nothing is computed",
         )  # fmt: skip
+
+
+def _most_across(rows: Sequence[Mapping[str, Any]], mesh: Mesh, node: int, order: Sequence[str]) -> tuple[int, int]:
+    """Return the most bytes that the NIC of a rank sends to other nodes with another order of axes, and the most of
+    these that no work hides."""
+    every, waiting = Counter[str](), Counter[str]()
+    for (role, _, hidden), size in sent_across(rows, mesh, node, order).items():
+        every[role] += size
+        waiting[role] += 0 if hidden else size
+    return max(every.values(), default=0), max(waiting.values(), default=0)
 
 
 def _gather_text(reshards: Sequence[Reshard]) -> str:

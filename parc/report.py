@@ -27,6 +27,7 @@ from parc.compiler.program.roles import Role
 from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
 
 _MOST_APART = 0.01
 """The relative difference of two estimates above which a report names both."""
@@ -35,7 +36,9 @@ _MOST_APART = 0.01
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
     """Return mesh, sizes, batch, roles, stages, memory and communication in the report's form."""
     rows = [row for role in build.roles.values() for row in communication_table(role)]
+    stage = next((line.span.root.line for line in plan.stages), 0)
     for row in rows:
+        row["line"] = stage if row["op"] == "send" else row["line"]
         seen = seen_from(row["module"], plan, build.mesh)
         row["axis"] = ",".join(seen.joined(build.mesh.spread(row["axis"].split(","))))
     return {
@@ -49,6 +52,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         **_stage_rows(build),
         "parameters": sum(_real_entries(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
+        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         "communication": rows,
         **_expert_rows(build, plan),
     }
@@ -172,7 +176,7 @@ def plan_of(build: Build) -> Plan:
         BuildError: the build's `plan.parc` is no plan.
     """
     try:
-        return read_plan(build.path / "plan.parc")
+        return read_plan(Source("plan.parc", build.texts["plan.parc"], path=build.path / "plan.parc"))
     except PlanError as error:
         message = f"`{build.path / 'plan.parc'}` is no plan: {error.diagnostics[0].message}"
         raise BuildError(message, again(build.path)) from None

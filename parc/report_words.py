@@ -11,7 +11,7 @@ from typing import Any
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.actions import PHASES
 from parc.compiler.sizes.template import sizes_text
-from parc.grammar.syntax import size_text
+from parc.grammar.syntax import size_in_both, size_text
 
 
 def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -62,20 +62,36 @@ def _batch_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of peak memory, and of what is offloaded; roles that are alike share them."""
+    """Yield the rows of peak memory, of the most of each kind, of what is offloaded, and of the budget; roles that are
+    alike share them."""
     shown = MEMORY_KINDS[:4] if report["purpose"] == "training" else ()
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for entry in report["memory"]:
         held = ", ".join(f"{kind} {size_text(entry[kind])}" for kind in MEMORY_KINDS if entry[kind] or kind in shown)
         library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
         less = f", {size_text(least)} where {library} multiplies float32" if library else ""
         away = ", ".join(f"{word} {size_text(size)}" for word, size in entry["offloaded"].items())
-        peak = f"peak {size_text(entry['peak_bytes'])} a rank ({held}){less}"
-        alike.setdefault((peak, away), []).append(entry["role"])
-    for (text, away), roles in alike.items():
+        kind = entry["moment"]["action"].strip("0123456789")
+        peak = f"peak {size_text(entry['peak_bytes'])} a rank (at that moment, in {kind}: {held}){less}"
+        alike.setdefault((peak, most_text(entry), away and f"beside it {away}"), []).append(entry["role"])
+    for (text, *others), roles in alike.items():
         yield "memory", f"{role_names(roles)}: {text}"
-        if away:
-            yield "", f"beside it {away}"
+        yield from (("", other) for other in others if other)
+    if (budget := report.get("budget")) is not None:
+        left = budget - max(entry["peak_bytes"] for entry in report["memory"])
+        yield "", f"budget {size_in_both(budget)}, of which {size_text(left)} are left"
+
+
+def most_text(entry: Mapping[str, Any]) -> str:
+    """Return words on the kinds of memory of which a rank holds more at another moment than at its peak, "" for
+    none."""
+    more = [kind for kind in MEMORY_KINDS if entry["most"][kind] > _MUCH_MORE * entry[kind] + 1024]
+    words = ", ".join(f"{kind} {size_text(entry['most'][kind])}" for kind in more)
+    return f"most at other moments: {words}" if words else ""
+
+
+_MUCH_MORE = 1.01
+"""The ratio of the most of a kind to that at the peak above which words name both."""
 
 
 def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
@@ -197,12 +213,24 @@ def number_ranges(words: Iterable[str | int]) -> str:
 
 
 def across_text(report: Mapping[str, Any]) -> str:
-    """Return words on the bytes that a rank sends to other nodes; "" without a `node` line."""
+    """Return words on the bytes that go to other nodes; "" without a `node` line."""
     if (across := report.get("across_nodes")) is None:
         return ""
     saved = across["in_one_level"] - across["bytes"]
-    less = f", {size_text(saved)} less than in one level" if saved else ""
-    return f"at most {size_text(across['bytes'])} a {unit_of(report)} from one rank{less}"
+    less = f", {size_text(saved)} less than in one level" if saved > 0 else ""
+    return f"{size_text(across['bytes'])} a {unit_of(report)} from the NIC of a rank{less}"
+
+
+def across_table(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of what goes to other nodes, with its head: each axis that crosses nodes, where its groups lie,
+    what a NIC sends, how much of it work hides, and by which algorithms."""
+    head = ("axis", "ranks", "a NIC sends", "beside work", "as")
+    rows = [
+        (row["axis"], f"{row['ranks']:,} on {row['nodes']:,} nodes", size_text(row["bytes"]),
+         size_text(row["hidden_bytes"]), ", ".join(row["algorithms"]))
+        for row in report.get("across_nodes", {}).get("axes", ())
+    ]  # fmt: skip
+    return [head, *rows] if rows else []
 
 
 def check_texts(report: Mapping[str, Any]) -> list[str]:
@@ -249,6 +277,26 @@ def stage_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def modules_text(modules: Iterable[str], most: int = 3) -> str:
+    """Return names of modules, at most so many, with numbered ones that differ in numbers alone as one.
+
+    >>> modules_text(["layers.1.up", "layers.2.up", "layers.5.up"]), modules_text(["head"]), modules_text([""])
+    ('layers.1..2,5.up', 'head', '')
+    >>> modules_text(["norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"])
+    'norm1.weight, norm1.bias, norm2.weight and 1 more'
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for module in dict.fromkeys(modules):
+        words = module.split(".")
+        alike.setdefault(tuple("*" if word.isdigit() else word for word in words), []).append(words)
+    names = [
+        ".".join(number_ranges(sorted({*map(int, column)})) if word == "*" else word
+                 for word, column in zip(words, zip(*group, strict=True), strict=True))
+        for words, group in alike.items()
+    ]  # fmt: skip
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def flops_text(count: float) -> str:
     """Return a number of floating-point operations with a prefix of 1000s.
 
@@ -261,26 +309,33 @@ def flops_text(count: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The collectives of one rank in one step: their number, the bytes that it sends for them, and how many of these
-    bytes are overlapped with compute."""
+    """The collectives of one rank in one step: the number of their tensors, the bytes that it sends for them, how many
+    of these bytes are overlapped with compute, and the number of messages in which the tensors travel."""
 
     count: int = 0
     bytes: int = 0
     hidden: int = 0
+    messages: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.count + other.count, self.bytes + other.bytes, self.hidden + other.hidden)
+        return Traffic(
+            self.count + other.count, self.bytes + other.bytes, self.hidden + other.hidden,
+            self.messages + other.messages,
+        )  # fmt: skip
 
 
 def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], Traffic]:
     """Return the traffic of a rank in a step, grouped by ``keys`` of its collectives such as ``axis``; of several roles
     that of the role that sends most."""
     sums: dict[tuple[Any, ...], dict[str, Traffic]] = {}
+    begun = set[tuple[Any, ...]]()
     for entry in entries:
-        roles = sums.setdefault(tuple(entry[key] for key in keys), {})
-        size = entry["count_per_step"] * entry["wire_bytes"]
-        traffic = Traffic(entry["count_per_step"], size, size * entry["hidden"])
+        key = tuple(entry[key] for key in keys)
+        roles, message = sums.setdefault(key, {}), (key, entry["role"], entry["message"])
+        count, size = entry["count_per_step"], entry["count_per_step"] * entry["wire_bytes"]
+        traffic = Traffic(count, size, size * entry["hidden"], count * (message not in begun))
         roles[entry["role"]] = roles.get(entry["role"], Traffic()) + traffic
+        begun.add(message)
     return {
         key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
     }

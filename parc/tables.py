@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parc.compiler.build.build import Build, program_file
@@ -13,6 +13,7 @@ from parc.compiler.layout.placement import parse_type
 from parc.compiler.program.blocks import starred
 from parc.grammar.syntax import size_text
 from parc.report import plan_of, seen_from
+from parc.report_words import role_names
 
 
 def parameter_table(build: Build) -> list[dict[str, Any]]:
@@ -109,6 +110,19 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 def placement_text(kinds: dict[str, str]) -> str:
     split = [f"{axis}: {kind}" for axis, kind in kinds.items() if kind not in ("I", "R")]
     return ", ".join(split) or "whole"
+
+
+def folded_programs(programs: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
+    """Return rows of a table of programs. Those of roles that have as many lines and collectives share a row."""
+    alike: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+    for one in programs:
+        kind = one["role"].rstrip("0123456789")
+        alike.setdefault((kind, one["action"], one["lines"], one["collectives"]), []).append(one)
+    return [
+        (role_names([one["role"] for one in found]), action,
+         found[0]["file"] if len(found) == 1 else f"{len(found)} files", lines, collectives)
+        for (_, action, lines, collectives), found in alike.items()
+    ]  # fmt: skip
 
 
 def program_table(build: Build) -> list[dict[str, Any]]:

@@ -603,9 +603,9 @@ class Count:
 
     mutants: int = 0
     accepted: list[str] = field(default_factory=list)
-    """Those that are accepted and compute the same."""
+    """Mutants that are accepted and compute the same."""
     idle: list[str] = field(default_factory=list)
-    """Those that are accepted and do not run."""
+    """Mutants that are accepted and do not run."""
     holes: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
 

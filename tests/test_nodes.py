@@ -137,12 +137,14 @@ def test_the_twin_keeps_both_levels_of_an_axis() -> None:
 
 @pytest.mark.parametrize("lines", ["", wide("zero 1 over dp\n"), "zero 3 over dp\n", "zero 2 over dp within node\n"])
 def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
+    """A library's trees cross nodes once too, so sums that leave all ranks the whole save nothing there."""
     compilation = compiled(f"mesh dp=4\nnode 2\nhierarchical over dp\n{lines}")
     assert agreement_of(compilation).largest <= 1e-10
     sums = [row for row in rows(compilation) if row["bytes"] > 8]
     assert {row["axis"] for row in sums} == {"dp_0", "dp_1"}
     across = report_of(compilation)["across_nodes"]
-    assert across["bytes"] < (0.6 if "within" not in lines else 1.01) * across["in_one_level"]
+    saves = lines and "within" not in lines
+    assert across["bytes"] <= (0.7 if saves else 1.0) * across["in_one_level"]
     flat = compiled(f"mesh dp=4\nnode 2\n{lines}")
     assert sent(compilation) == sent(flat)  # as much in all, but less of it across
 

@@ -45,6 +45,8 @@ class Communication:
     hidden: bool = False
     once: bool = False
     """True where only the last microbatch has it: a reduction of accumulated gradients."""
+    ranks: int = 2
+    """The number of ranks that run it together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class PlacedMessage:
     program: Program
     function: Function
     index: int
+    follows: bool = False
+    """True where it travels in the message of the collective before it."""
 
 
 def messages(program: Program) -> list[Communication]:
@@ -69,9 +73,10 @@ def _walk(
 ) -> Iterator[PlacedMessage]:  # fmt: skip
     """Yield the collectives of a function and of those that it calls. ``passed`` are the parameters that are weights of
     its ``caller``. ``elsewhere`` are the results of collectives that travel while another program computes."""
-    values = function.values()
+    values, number = function.values(), None
     hidden, weights = _overlapped(program, function).union(elsewhere), _weights(function, passed)
     for index, line in enumerate(function.lines):
+        before, number = number, dict(line.kwargs).get(MESSAGE)
         if line.calls_function:
             called = program.function(line.op)
             pairs = zip(line.args, called.parameters, strict=True)
@@ -97,9 +102,9 @@ def _walk(
         message = Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
             ACTIONS[REDUCE if once else program.action].phase, origin, _payload(caller, source, type_, weights),
-            line.made[0].name in hidden, once,
+            line.made[0].name in hidden, once, ranks,
         )  # fmt: skip
-        yield PlacedMessage(message, program, function, index)
+        yield PlacedMessage(message, program, function, index, number is not None and number == before)
 
 
 def _payload(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
@@ -176,17 +181,21 @@ def placed_messages(role: Role) -> list[tuple[int, PlacedMessage]]:
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
-    """Return the report's rows of a role, one for each of its placed messages and in their order."""
-    counted = [(count, placed.message) for count, placed in placed_messages(role)]
-    return [
-        {
-            "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
-            "role": role.name, "bytes": message.bytes, "wire_bytes": message.wire_bytes, "count_per_step": count,
-            "dtype": message.dtype, "carries": message.carries, "hidden": message.hidden,
-            "module": message.origin.module, "line": message.origin.plan,
-        }
-        for number, (count, message) in enumerate(counted)
-    ]  # fmt: skip
+    """Return the report's rows of a role, one for each of its placed messages and in their order. Tensors that travel
+    together have the same ``message``: the number of the first one's row."""
+    rows = list[dict[str, Any]]()
+    for number, (count, placed) in enumerate(placed_messages(role)):
+        message = placed.message
+        rows.append(
+            {
+                "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
+                "role": role.name, "bytes": message.bytes, "wire_bytes": message.wire_bytes, "count_per_step": count,
+                "message": rows[-1]["message"] if placed.follows else number, "ranks": message.ranks,
+                "dtype": message.dtype, "carries": message.carries, "hidden": message.hidden,
+                "module": message.origin.module, "line": message.origin.plan,
+            }
+        )  # fmt: skip
+    return rows
 
 
 def _running_order(named: tuple[str, Program]) -> tuple[int, int]:
@@ -210,16 +219,6 @@ def _sends(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
             "send", (role.axis,), dtype, size, size, ACTIONS[program.action].phase, Origin(), "activations", True
         )
         yield PlacedMessage(message, program, program.main, len(program.main.lines))
-
-
-def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
-    """Return the most bytes that a rank of a role sends to other nodes in a step, where ``node`` ranks share a node."""
-    total = 0
-    for row in communication_table(role):
-        groups = mesh.groups(mesh.spread(row["axis"].split(",")))
-        if any(len({rank // node for rank in group}) > 1 for group in groups[:1]):
-            total += row["count_per_step"] * row["wire_bytes"]
-    return total
 
 
 def bytes_compressed_away(role: Role, mesh: Mesh, axis: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, Buffers
@@ -53,6 +53,10 @@ class Peak:
     kept: Mapping[str, int]
     left: int
     later: int = 0
+    highs: Mapping[Share, int] = field(default_factory=dict)
+    """The most bytes of each use, which may be at other moments."""
+    at: int = -1
+    """The index of the line at which the run holds most, -1 before its first."""
 
     @property
     def most(self) -> int:
@@ -68,7 +72,8 @@ class _Alive:
         self.share: dict[str, Share] = {}
         self.shares: dict[Share, int] = dict.fromkeys(get_args(Share), 0)
         self.total = self.most = 0
-        self.peak = dict(self.shares)
+        self.peak, self.highs = dict(self.shares), dict(self.shares)
+        self.line = self.at = -1
 
     def add(self, name: str, size: int, share: Share = "values") -> None:
         self.size[name], self.share[name] = size, share
@@ -92,9 +97,12 @@ class _Alive:
 
     def note(self, more: int = 0) -> None:
         """Note as a candidate for the peak what is held at this moment, and ``more`` bytes of temporaries."""
+        shares: dict[Share, int] = {**self.shares, "values": self.shares["values"] + more}
+        for share, size in shares.items():
+            if size > self.highs[share]:
+                self.highs[share] = size
         if self.total + more > self.most:
-            self.most = self.total + more
-            self.peak = {**self.shares, "values": self.shares["values"] + more}
+            self.most, self.at, self.peak = self.total + more, self.line, shares
 
 
 class Liveness:
@@ -211,6 +219,7 @@ class _Run:
     def peak(self) -> Peak:
         """Run the lines, and return the peak."""
         for index, line in enumerate(self.function.lines):
+            self.alive.line = index
             if line.calls_function:
                 self._call(index, line)
             elif line.op == WAIT:
@@ -227,7 +236,7 @@ class _Run:
             if line.kwargs not in self.arrived and self._buffers(line).holds:
                 kept[name] += sum(map(self.alive.drop, {self.root[operand] for operand in line.uses} - kept.keys()))
         left = sum(self.alive.size.get(name, 0) for name in self.late_read - kept.keys())
-        return Peak(self.alive.peak, kept, self.left + left, self.later)
+        return Peak(self.alive.peak, kept, self.left + left, self.later, self.alive.highs, self.alive.at)
 
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..layout.placement import TensorType
@@ -16,7 +16,7 @@ from ..program.plain import on_their_way
 from ..program.program import Function, Program, kept_away
 from ..program.step_values import residual_of
 from .dataflow import parts_in_weights
-from .liveness import Liveness, Peak, local_bytes
+from .liveness import Liveness, Peak, Share, local_bytes
 from .products import BLAS, Products
 
 
@@ -36,6 +36,11 @@ class Memory:
     residuals: int = 0
     offloaded: Mapping[str, int] = field(default_factory=dict)
     """The bytes that are kept outside this memory, by the word of their ``offload`` line; no other number has them."""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes of each kind in a step. Kinds are largest at different moments, so their sum is more than the
+    peak."""
+    moment: Mapping[str, str] = field(default_factory=dict)
+    """The moment of the peak: the ``action`` of the step, and the ``module`` whose line runs, "" for none."""
 
     @property
     def shares(self) -> dict[str, int]:
@@ -152,6 +157,8 @@ class _StepMemory:
         self.held: dict[tuple[object, ...], int] = {}
         """The bytes that are kept between actions, beside accumulated gradients."""
         self.most = Memory(0, 0, 0, 0)
+        self.highs = dict.fromkeys(MEMORY_KINDS, 0)
+        self.running: Action | None = None
         self.stages = {action.stage for action in actions if action.works}
 
     def memory(self) -> Memory:
@@ -162,8 +169,9 @@ class _StepMemory:
                 if message is not None and not message.sends:
                     self.held[coming.kind, coming.stage, coming.microbatch] = self._received(coming)
             following = self.actions[index + 1] if index + 1 < len(self.actions) else None
+            self.running = action
             self._action(action, following)
-        return self.most
+        return replace(self.most, most=self.highs)
 
     def _received(self, action: Action) -> int:
         assert action.message is not None
@@ -222,16 +230,31 @@ class _StepMemory:
             kind: sum(size for key, size in self.totals.items() if key.kind == kind)
             for kind in ("weight", "gradient", "state")
         }
-        arriving = sum(self.arriving.values()) + peak.shares.get("weights", 0)
-        memory = Memory(
-            parameters=self.parameters + before + shares["weight"] + arriving,
-            gradients=shares["gradient"] + peak.shares.get("gradients", 0),
-            optimizer=self.optimizer + update,
-            activations=self.inputs + sum(self.held.values()) + peak.shares.get("values", 0),
-            messages=peak.shares.get("messages", 0),
-            residuals=self.residuals + shares["state"],
-        )
-        self.most = max(self.most, memory, key=lambda memory: memory.peak_bytes)
+
+        def memory(held: Mapping[Share, int]) -> Memory:
+            return Memory(
+                parameters=self.parameters + before + shares["weight"] + arriving + held.get("weights", 0),
+                gradients=shares["gradient"] + held.get("gradients", 0),
+                optimizer=self.optimizer + update,
+                activations=self.inputs + activations + held.get("values", 0),
+                messages=held.get("messages", 0),
+                residuals=self.residuals + shares["state"],
+            )
+
+        arriving, activations = sum(self.arriving.values()), sum(self.held.values())
+        for kind, size in memory(peak.highs or peak.shares).shares.items():
+            self.highs[kind] = max(self.highs[kind], size)
+        at_peak = memory(peak.shares)
+        if at_peak.peak_bytes > self.most.peak_bytes:
+            self.most = replace(at_peak, moment=self._moment(peak))
+
+    def _moment(self, peak: Peak) -> dict[str, str]:
+        """Return the action that runs, and the module of the line at which its program holds most."""
+        action, module = self.running, ""
+        assert action is not None
+        if peak.at >= 0:
+            module = self._main(action, action.program_in(self.programs)).lines[peak.at].origin.module
+        return {"action": str(action), "module": module}
 
     def _main(self, action: Action, key: str) -> Function:
         """Return the main function that an action runs."""

@@ -130,13 +130,14 @@ REPORT_FORM: Form = {
     "memory": [{
         "role": str, "peak_bytes": _FLOAT, "parameters": _FLOAT, "gradients": _FLOAT, "optimizer": _FLOAT,
         "activations": _FLOAT, "messages": _FLOAT, "residuals": _FLOAT, "offloaded": Each(int), "state": Each(int),
-        "of": int, "peak_by_library?": Each(int),
+        "of": int, "peak_by_library?": Each(int), "most": Each(_FLOAT), "moment": {"action": str, "module": str},
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
-        "wire_bytes": int, "carries": str, "hidden": bool, "dtype": str, "module": str, "line": (int, _NULL),
-        "role": str,
+        "wire_bytes": int, "message": int, "ranks": int, "carries": str, "hidden": bool, "dtype": str, "module": str,
+        "line": (int, _NULL), "role": str,
     }],
+    "budget?": int,
     "experts?": [{
         "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _FLOAT, "rate": _FLOAT,
         "capacity": (int, float, _NULL)
@@ -156,7 +157,9 @@ REPORT_FORM: Form = {
     "recompute?": {"line": int, "fit": int, "roles": [{
         "role": str, "kept": int, "selective": int, "full": int, "again": _FLOAT, "next_peak_bytes": (int, _NULL)
     }]},
-    "across_nodes?": {"bytes": int, "in_one_level": int},
+    "across_nodes?": {"bytes": int, "in_one_level": int, "node": int, "axes": [{
+        "axis": str, "ranks": int, "nodes": int, "bytes": int, "hidden_bytes": int, "algorithms": [str]
+    }]},
     "checks": Each(str),
     "certificate?": {"version": str, "proved": [str], "missing": str},
     "numbers?": {

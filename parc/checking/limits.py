@@ -22,7 +22,7 @@ from parc.compiling.driver import Progress
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.grammar.syntax import size_text
+from parc.grammar.syntax import size_in_both, size_text
 from parc.passes.pipeline import names_of
 from parc.report import memory_by_library
 
@@ -185,6 +185,7 @@ def _budget(compiled: Compiled, progress: Progress) -> Iterator[Diagnostic]:
     largest = sorted([*_parameters(compiled), *_values(compiled)], key=lambda tensor: -tensor.bytes)
     notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in largest[:_MOST_NOTES]]
     message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"
+    message += f" of {size_in_both(line.memory)}"
     help_ = cheaper_plans(compiled, memory, line.memory, progress)
     yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
 

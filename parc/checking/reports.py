@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parc.compiler.analysis.communication import bytes_across, bytes_compressed_away
+from parc.compiler.analysis.across_nodes import across_rows, sent_across
+from parc.compiler.analysis.communication import bytes_compressed_away, communication_table
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiling.compiled import Compiled
 from parc.compiling.fitted import report_rows
@@ -44,16 +45,20 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
 
 
 def _across_nodes(compiled: Compiled) -> dict[str, Any]:
-    """Return the bytes that a rank sends to other nodes, and what it would send without two levels."""
-    levels, node = compiled.built.levels, compiled.plan.node
+    """Return the bytes that the NIC of a rank sends to other nodes in a step, in all and by axis, and what it would
+    send without two levels."""
+    levels, node, mesh = compiled.built.levels, compiled.plan.node, compiled.mesh
     if node is None or levels is None:
         return {}
     roles = compiled.build.roles
     flat = {name: replace(role, programs=levels.before.get(name, role.programs)) for name, role in roles.items()}
+    rows, before = ([row for role in of.values() for row in communication_table(role)] for of in (roles, flat))
     sent, in_one_level = (
-        max(bytes_across(role, compiled.mesh, node.ranks) for role in of.values()) for of in (roles, flat)
+        max((sum(size for (other, *_), size in table.items() if other == role) for role in roles), default=0)
+        for table in (sent_across(of, mesh, node.ranks) for of in (rows, before))
     )
-    return {"across_nodes": {"bytes": sent, "in_one_level": in_one_level}}
+    axes = across_rows(rows, mesh, node.ranks)
+    return {"across_nodes": {"bytes": sent, "in_one_level": in_one_level, "node": node.ranks, "axes": axes}}
 
 
 def place_text(span: Span) -> str:

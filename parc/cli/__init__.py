@@ -27,7 +27,8 @@ COMMANDS = {
     "certify": "prove a build equal to its unsharded model, by a checker that shares no code with parc",
     "show": "what a build holds: placements, programs, communication, memory",
     "fmt": "rewrite plan files in their one canonical text",
-    "explain": "what an error code means, with an example",
+    "explain": "what an error code means; or why a line, a message or a module of a build is there, and what it costs",
+    "diff": "what moved between two builds or plans: placements, messages, memory",
 }
 """The commands, each with its line of help; a module of each has ``<name>_options`` and ``<name>_command``."""
 

@@ -71,7 +71,7 @@ def build_plan(args: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[st
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
-    from parc.report_words import across_text, check_texts, fact_rows, stage_rows, under, unit_of
+    from parc.report_words import across_table, across_text, check_texts, fact_rows, stage_rows, under, unit_of
 
     rows = fact_rows(report)
     if stages := stage_rows(report):
@@ -79,6 +79,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     if report["communication"]:
         rows += under("collectives", communication_text(report["communication"], unit_of(report)).splitlines())
     rows += under("across nodes", filter(None, [across_text(report)]))
+    if across := across_table(report):
+        rows += under("", text_table(across[1:], across[0], right=(2, 3)).splitlines())
     rows += under("checks", check_texts(report))
     return "\n".join(f"{name:13}{text}" for name, text in rows)
 
@@ -88,6 +90,7 @@ def communication_text(entries: Collection[Mapping[str, Any]], unit: str = "step
     several roles it is the one that sends most."""
     from parc.report_words import traffic_rows
 
-    rows = [(*key, sent.count, size_text(sent.bytes), size_text(sent.hidden)) for *key, sent in traffic_rows(entries)]
-    head = ("axis", "phase", "collective", "of", f"a {unit}", "sent by a rank", "beside work")
-    return text_table(rows, head, right=(4, 5, 6))
+    rows = [(*key, sent.count, sent.messages, size_text(sent.bytes), size_text(sent.hidden))
+            for *key, sent in traffic_rows(entries)]  # fmt: skip
+    head = ("axis", "phase", "collective", "of", f"tensors a {unit}", "messages", "sent by a rank", "beside work")
+    return text_table(rows, head, right=(4, 5, 6, 7))

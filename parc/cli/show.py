@@ -18,6 +18,10 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+    from parc.compiler.program.roles import Role
+
+_LONGEST = 120
+"""The characters of a role's actions above which they are not listed, unless all are asked for."""
 
 _PAGE = FileKind(
     "a page of parc's", re.compile(rb'(?s)\s*<!DOCTYPE html>.{,400}<meta name="generator" content="parc">')
@@ -44,6 +48,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
+    parser.add_argument("--all", action="store_true", help="every collective, action and program, none folded")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     add_defines(parser)
 
@@ -91,7 +96,7 @@ def _print_expanded(args: argparse.Namespace) -> int:
 
 def _show_build(args: argparse.Namespace, path: Path) -> int:
     from parc.compiler.build.directory import read_build
-    from parc.tables import group_rows, module_rows, parameter_rows, parameter_table, program_table
+    from parc.tables import folded_programs, group_rows, module_rows, parameter_rows, parameter_table, program_table
 
     build = read_build(path, custom="named")
     if moved := build.moved():
@@ -121,7 +126,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
 
     print(report_text(report))
     for name, role in build.roles.items():
-        print(f"{'actions':13}{name}: {' '.join(map(str, role.actions))}")
+        print(f"{'actions':13}{name}: {_actions_text(role, args.all)}")
     print()
     head = ("parameters", "", "type", "placement", "plan line", "a rank")
     print(text_table(parameter_rows(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
@@ -129,8 +134,9 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     print("".join(f"{sentence}\n" for sentence in in_words(split)))
     if groups := group_rows(build):
         print(text_table(groups, ("optimizer groups", "parameters", ""), right=(1,)) + "\n")
-    print(_communication(build) + "\n")
-    lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
+    print((_every_collective(build) if args.all else _collectives(build)) + "\n")
+    keys = ("role", "action", "file", "lines", "collectives")
+    lines = [tuple(program[key] for key in keys) for program in programs] if args.all else folded_programs(programs)
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
     return 0
 
@@ -194,17 +200,44 @@ def _show_programs(args: argparse.Namespace, build: Build) -> int:
     return 0
 
 
-def _communication(build: Build) -> str:
+def _actions_text(role: Role, all_of_them: bool) -> str:
+    """Return a role's actions in order, or where to see them if they are many."""
+    text = " ".join(map(str, role.actions))
+    if all_of_them or len(text) <= _LONGEST:
+        return text
+    return f"{len(role.actions)}; `--pipeline` draws them, `--all` lists them"
+
+
+def _collectives(build: Build) -> str:
+    """Return the table of a step's collectives; equal ones of folded modules, and of several roles, share a row."""
+    from parc.page.facts import PageFacts
+    from parc.report_words import modules_text, unit_of
+
+    facts, several = PageFacts(build), len(build.roles) > 1
+    rows = [
+        (f"{one.entry['role']}:{one.entry['number']}" if several else one.entry["number"], one.entry["op"],
+         one.entry["axis"], one.entry["phase"], one.sent.count, size_text(one.sent.bytes),
+         one.entry["dtype"], one.entry["carries"], "hidden" if one.entry["hidden"] else "exposed",
+         modules_text(one.modules) or "-", one.entry["line"] or "-")
+        for one in facts.messages
+    ]  # fmt: skip
+    unit = f"tensors a {unit_of(build.report)}"
+    head = ["no.", "collective", "axis", "phase", unit, "sent by a rank", "dtype", "of", "time", "module", "plan line"]
+    return text_table(rows, head, right=[0, 4, 5, 10])
+
+
+def _every_collective(build: Build) -> str:
+    """Return the table of every collective of every role."""
     from parc.report_words import unit_of
 
-    entries = build.report.get("communication", ())
-    several = len(build.roles) > 1
+    entries, several = build.report.get("communication", ()), len(build.roles) > 1
     rows = [
-        (*[e["role"]] * several, e["number"], e["op"], e["axis"], e["phase"], e["count_per_step"],
-         size_text(e["bytes"]), e["dtype"], e["carries"], "hidden" if e["hidden"] else "exposed", e["module"] or "-",
-         e["line"] or "-")
+        (*[e["role"]] * several, e["number"], e["message"], e["op"], e["axis"], e["phase"], e["count_per_step"],
+         size_text(e["wire_bytes"]), e["dtype"], e["carries"], "hidden" if e["hidden"] else "exposed",
+         e["module"] or "-", e["line"] or "-")
         for e in entries
     ]  # fmt: skip
     unit = f"a {unit_of(build.report)}"
-    head = ["no.", "collective", "axis", "phase", unit, "bytes", "dtype", "of", "time", "module", "plan line"]
-    return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 10)])
+    head = ["no.", "message", "collective", "axis", "phase", unit, "sent each time", "dtype", "of", "time", "module",
+            "plan line"]  # fmt: skip
+    return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 1, 5, 6, 11)])

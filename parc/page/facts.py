@@ -118,13 +118,19 @@ STORED_KINDS = ("parameters", "gradients", "optimizer", "saved")
 
 @dataclass(frozen=True, slots=True)
 class EqualMessages:
-    """Equal collectives of a step: their row in the report, the row of the modules that have them, the anchor of the
-    first one's line, and what a rank sends for all of them."""
+    """Equal collectives of a step: the first one's row in the report, the row of the modules that have them, the anchor
+    of the first one's line, what a rank sends for all of them, and the rows of all."""
 
     entry: Entry
     row: str
     anchor: str
     sent: Traffic
+    entries: Sequence[Entry]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that have them, in order."""
+        return [*dict.fromkeys(entry["module"] for entry in self.entries)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +304,13 @@ def timeline_of(build: Build) -> Timeline:
 def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:
     """Return placed collectives, sorted by phase. Equal ones of folded modules, and of several roles, are one."""
     keys = ("phase", "axis", "op", "carries", "dtype", "bytes", "hidden", "row", "line")
-    firsts: dict[tuple[Any, ...], Entry] = {}
+    alike: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        firsts.setdefault(tuple(entry[key] for key in keys), entry)
+        alike.setdefault(tuple(entry[key] for key in keys), []).append(entry)
     sent = traffic_by(entries, *keys)
-    messages = [EqualMessages(entry, entry["row"], entry["anchor"], sent[key]) for key, entry in firsts.items()]
+    messages = [
+        EqualMessages(found[0], found[0]["row"], found[0]["anchor"], sent[key], found) for key, found in alike.items()
+    ]
     return sorted(messages, key=lambda one: PHASES.index(one.entry["phase"]))
 
 

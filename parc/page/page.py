@@ -12,10 +12,11 @@ from markupsafe import Markup, escape
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.build.build import Build
 from parc.compiler.schedules.timeline import svg
-from parc.grammar.syntax import size_text
+from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of
 from parc.page.flow import ModuleRow
 from parc.report_words import (
+    across_table,
     across_text,
     check_texts,
     fact_rows,
@@ -109,7 +110,7 @@ class _Page:
 
     def text(self) -> str:
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        environment.filters |= {"size": size_text, "short": short_count, "program": program_html}
+        environment.filters |= {"size": size_text, "both": size_in_both, "short": short_count, "program": program_html}
         environment.globals |= {"color": self.color, "plan_link": self.facts.line_anchor}
         files = {name: (resources.files(__package__) / name).read_text(encoding="utf-8")
                  for name in ("page.html", "page.css", "page.js")}  # fmt: skip
@@ -135,7 +136,8 @@ class _Page:
             "sent": traffic_by(report["communication"]).get(()),
             "pipeline": report["pipeline"], "schedule": schedule_words(report), "unit": unit_of(report),
             "stages": stage_rows(report), "idle": idle_words(report),
-            "facts": self.other_facts(), "across": across_text(report), "checks": report["checks"],
+            "facts": self.other_facts(), "across": across_text(report),
+            "across_axes": across_table(report), "checks": report["checks"],
             "check_texts": check_texts(report)[1:],
             "rows": [self.module(row) for row in tree.rows], "arcs": Markup(arcs), "gutter": gutter,
             "row_height": ROW_HEIGHT,

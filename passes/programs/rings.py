@@ -75,12 +75,14 @@ def _ring_of(line: Line, function: Function, mesh: Mesh, lines: Sequence[Context
     gradients = [value for value in line.results[1:] if row.carries_gradients and value is not None]
     sums = tuple(function.readers[value.name][0] for value in gradients)
     over = {one.args[1] for one in (*gathers, *sums) if one.op in _ENDS and one.args[2] == SEQUENCE}
-    axes = {",".join(mesh.parts(ring.axis)) for ring in lines if ring.names(line)}
-    if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= axes:
+    causes = {",".join(mesh.parts(ring.axis)): ring.line for ring in lines if ring.names(line)}
+    if len(gathers) < 2 or len(gradients) != 2 * row.carries_gradients or len(over) != 1 or not over <= causes.keys():
         return None
     if any(one.op not in _ENDS for one in (*gathers, *sums)):
         return None
     args = list(line.args)
     args[row.keys : row.keys + 2] = (one.args[0] for one in gathers)
     results = (line.results[0], *(one.results[0] for one in sums)) if row.carries_gradients else line.results
-    return _Ring(line, gathers, sums, replace(line, results=results, op=op, args=row.line(over.pop(), args)))
+    (axes,) = over
+    origin = replace(line.origin, plan=causes[axes])
+    return _Ring(line, gathers, sums, replace(line, results=results, op=op, args=row.line(axes, args), origin=origin))

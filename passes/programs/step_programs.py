@@ -11,7 +11,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.layout.placement import Placement, Split, TensorType
 from ...compiler.program.actions import (
     AVERAGING,
     BACKWARD,
@@ -245,6 +245,25 @@ def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) ->
     return write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
 
 
+def _splitting_lines(request: Request) -> dict[str, int]:
+    """Return, by axis, the line of the plan that splits the samples or the sequence over it, so that every rank has a
+    part of each gradient: the line of an input, else of a context, else of a value inside the model."""
+    placing, lines = request.placing, dict[str, int]()
+    claims = [claim for claim in placing.claims if claim.split is not None]
+    lines.update((claim.axis, claim.line) for claim in reversed(claims) if claim.site)
+    lines.update((axis, one.line) for one in placing.context for axis in placing.mesh.parts(one.axis))
+    lines.update((claim.axis, claim.line) for claim in reversed(claims) if claim.value.kind == "input")
+    return lines
+
+
+def _causes(request: Request, name: str, stored: TensorType, splitting: Mapping[str, int]) -> dict[str, int]:
+    """Return, by axis, the line of the plan that causes the sum of a gradient over it: the ``zero`` line by which each
+    rank stores a part of the parameter, else the line by which each rank has a part of the gradient."""
+    zero = {one.axis: one.line for one in request.storing.shardings.get(name, ())}
+    sharded = {axis: line for axis, line in zero.items() if isinstance(stored.placement[axis], Split)}
+    return {**splitting, **sharded}
+
+
 def _reduce(step: StepMaterials, role: str, gradients: Mapping[str, Value | None], across: Across | None) -> Program:
     """Write the sums of gradients over the axes on which they are partial, and over the roles that have a part of
     them; and the global norm. A gradient that this role's stages do not make is None."""
@@ -257,12 +276,12 @@ def _reduce(step: StepMaterials, role: str, gradients: Mapping[str, Value | None
     divides = step.scaled and any(value is not None for value in gradients.values())
     unscale = write.take("unscale", whole_type(step.mesh, torch.float32), UNSCALE) if divides else None
     # all sums first: on a real network they run side by side
-    reduced = []
+    reduced, splitting = [], _splitting_lines(step.request)
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
         tied = gradient is None or (across is not None and name in across.tied)
         value, *left = step.compressor.sums(write, name, None if tied else gradient, types[name], unscale, origin) or [
-            write.gradient(name, gradient, types[name], origin)
+            write.gradient(name, gradient, types[name], origin, _causes(step.request, name, types[name], splitting))
         ]
         reduced.append((name, value, origin))
         returns += [(residual(name), one.name) for one in left]

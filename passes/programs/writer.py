@@ -4,15 +4,16 @@ step runs once, and UNSHARD."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import StoredAs, noted
-from ...compiler.layout.collectives import lower
+from ...compiler.layout.collectives import COLLECTIVES, lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType
 from ...compiler.layout.stretches import count
@@ -23,6 +24,8 @@ from ...compiler.program.rewriter import ORIGIN, LineWriter
 from .emit import identifier, size_argument
 from .segments import data_type
 
+NO_CAUSES: Mapping[str, int] = MappingProxyType({})
+"""No lines of the plan by axis: messages are caused by what their origin says."""
 Conversion = tuple[str, tuple[Any, ...], Mapping[str, Any], TensorType]
 """A line without its names: operator, arguments after the operand, options, and the result's type."""
 
@@ -72,14 +75,23 @@ def _changed_axes(before: Placement, after: Placement, mesh: Mesh) -> list[tuple
     return sorted((unit for unit in units if any(before[axis] != after[axis] for axis in unit)), key=turn)
 
 
-def emit_conversions(writer: LineWriter, value: Value, after: TensorType, origin: Origin) -> Value:
+def emit_conversions(
+    writer: LineWriter, value: Value, after: TensorType, origin: Origin, causes: Mapping[str, int] = NO_CAUSES
+) -> Value:
     """Add the lines that convert a value to another type, and return the result. Names follow the value's:
-    ``whole_head_weight`` is ``head_weight`` gathered."""
+    ``whole_head_weight`` is ``head_weight`` gathered. ``causes`` are lines of the plan that cause messages over axes,
+    in place of that of the ``origin``."""
     base = value.name
     for op, args, options, type_ in conversions(value.type, after, writer.mesh):
         name = f"{_change_word(value.type, type_)}_{base}"
-        value = writer.emit(op, (Ref(value.name), *args), type_, origin, name, **options)
+        place = caused(origin, causes, COLLECTIVES[op].axes(args)) if op in COLLECTIVES else origin
+        value = writer.emit(op, (Ref(value.name), *args), type_, place, name, **options)
     return value
+
+
+def caused(origin: Origin, causes: Mapping[str, int], axes: Iterable[str]) -> Origin:
+    """Return the origin of a message over some axes: that of the first axis that has a cause, else as it is."""
+    return replace(origin, plan=next((causes[axis] for axis in axes if axis in causes), origin.plan))
 
 
 def _change_word(before: TensorType, after: TensorType) -> str:
@@ -132,12 +144,13 @@ class Writer(LineWriter):
         shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
         return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 
-    def total(self, value: Value, origin: Origin = ORIGIN) -> Value:
+    def total(self, value: Value, origin: Origin = ORIGIN, causes: Mapping[str, int] = NO_CAUSES) -> Value:
         """Add the sum over the axes on which a value is partial."""
         axes = value.type.placement.partial
         if not axes:
             return value
-        return self.emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), summed_type(value.type), origin)
+        place = caused(origin, causes, axes)
+        return self.emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), summed_type(value.type), place)
 
     def among(self, value: Value, ranks: Sequence[int], origin: Origin = ORIGIN) -> Value:
         """Add the sum over roles, where there are several."""
@@ -146,15 +159,17 @@ class Writer(LineWriter):
         args = Ref(value.name), self.across.axis, list(ranks)
         return self.emit("parc.all_reduce_among", args, value.type, origin)
 
-    def gradient(self, name: str, gradient: Value | None, stored: TensorType, origin: Origin) -> Value:
+    def gradient(
+        self, name: str, gradient: Value | None, stored: TensorType, origin: Origin, causes: Mapping[str, int]
+    ) -> Value:
         """Add a gradient's sum over this role's ranks, in the type in which its parameter is ``stored``; zeros, if no
-        stage of the role returns it."""
+        stage of the role returns it. ``causes`` are the plan's lines that cause it, by axis."""
         if gradient is None:  # the role's stages read the parameter where no gradient flows
             return self.zeros(stored, origin)
         value = self.take(identifier(name), gradient.type, Binding("gradient", name))
         cut = {axis: kind for axis, kind in stored.placement.items() if isinstance(kind, Split)}
         wanted = replace(stored, placement=gradient.type.placement.replace(cut))
-        return self.total(emit_conversions(self, value, wanted, origin), origin)
+        return self.total(emit_conversions(self, value, wanted, origin, causes), origin, causes)
 
     def times(self, value: Value, number: Value, origin: Origin) -> Value:
         """Add the product with a float32 number, in the value's dtype. Torch promotes a scalar of a narrower dtype,
