@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, is_plan, plan_at
+from parc.cli.plan_arguments import add_defines, is_plan, plan_at, positive_number
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
@@ -43,6 +43,10 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
+    parser.add_argument("--time", action="store_true", help="the time of a step on a cluster, and where it goes")
+    parser.add_argument("--cluster", metavar="C", help="with --time: a cluster by name, or the path of a file")
+    parser.add_argument("--tokens", metavar="N", type=positive_number, help="with --time: days and GPU hours for them")
+    parser.add_argument("--compile", action="store_true", help="with --time: as `parc run --compile` runs it")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     add_defines(parser)
@@ -96,6 +100,8 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     build = read_build(path, custom="named")
     if moved := build.moved():
         say(f"note: {moved}")
+    if args.time:
+        return _show_time(args, build)
     if args.html:
         return _write_page(args.html, build)
     if args.role or args.action:
@@ -132,6 +138,34 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
+    return 0
+
+
+def _show_time(args: argparse.Namespace, build: Build) -> int:
+    """Print the time of a step on a cluster, the waits, and the most expensive lines of the plan."""
+    from parc.compiler.clock.cluster import ClusterError, find_cluster
+    from parc.compiler.clock.lines import Habits
+    from parc.report import plan_of
+    from parc.step_time import line_rows, memory_words, price, step_json, time_rows
+
+    plan = plan_of(build)
+    try:
+        if args.cluster is None:
+            raise ClusterError("`--time` needs a cluster", "add `--cluster h100-sxm`, or a line `cluster` to the plan")
+        step = price(build, plan, find_cluster(args.cluster), Habits(compiled=args.compile))
+    except ClusterError as error:
+        say(f"parc show: {error}")
+        say(f"help: {error.help}")
+        return 1
+    if args.json:
+        print_json(step_json(step, args.tokens))
+        return 0
+    for name, text in time_rows(step, args.tokens):
+        print(f"{name:13}{text}")
+    texts = dict(enumerate((build.path / "plan.parc").read_text(encoding="utf-8").splitlines(), 1))
+    print("\n" + text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)))
+    for text in memory_words(step):
+        say(f"note: {text}")
     return 0
 
 

@@ -1,0 +1,1 @@
+"""The clock: clusters as descriptions, and the time that programs take on them."""

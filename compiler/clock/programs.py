@@ -1,0 +1,199 @@
+"""The time of a program on two queues: one computes its lines in order, the other carries messages, each group's in
+their order, until a line awaits them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..analysis.lifetimes import aliases
+from ..analysis.liveness import local_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, payload_bytes
+from ..program.binding import Binding
+from ..program.plain import on_their_way
+from ..program.program import Function, Line, Program
+from .lines import Habits, LineTime, LineTimes
+from .links import Links
+
+PARTS = ("products", "other", "exposed", "bubble", "optimizer")
+"""The parts of a role's step."""
+Exposed = tuple[str, int]
+"""The axis of a message, and the line of the plan that causes it."""
+
+
+@dataclass
+class Spent:
+    """Where the time of a program, or of a role, goes: by part, waits by message, and all by line of the plan."""
+
+    parts: Counter[str] = field(default_factory=Counter)
+    exposed: Counter[Exposed] = field(default_factory=Counter)
+    lines: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: Spent, times: float = 1.0) -> None:
+        """Add what another one spent, so many times."""
+        for mine, theirs in ((self.parts, other.parts), (self.exposed, other.exposed), (self.lines, other.lines)):
+            for key, seconds in theirs.items():
+                mine[key] += seconds * times  # type: ignore[index]
+
+    def compute(self, line: Line, time: LineTime) -> None:
+        """Add a line that computes."""
+        self.parts[time.part] += time.seconds
+        self.lines[line.origin.plan] += time.seconds
+
+    def wait(self, message: InFlight, seconds: float) -> None:
+        """Add a wait for a message."""
+        self.parts["exposed"] += seconds
+        self.exposed[message.axis, message.line] += seconds
+        self.lines[message.line] += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A message under way: when it arrives, from the start of the program on, its axis and its line of the plan."""
+
+    arrives: float
+    axis: str
+    line: int
+
+
+@dataclass
+class ProgramTime:
+    """The seconds of a run of a program, where they go, and the messages that it leaves under way by binding."""
+
+    seconds: float
+    spent: Spent
+    left: Mapping[Binding, InFlight] = field(default_factory=dict)
+
+
+class ProgramClock:
+    """The clock of one program of a role."""
+
+    def __init__(self, program: Program, links: Links, habits: Habits) -> None:
+        self.program, self.links, self.habits = program, links, habits
+        self._times = LineTimes(program, links.cluster, habits, aliases(program))
+        self._lines: dict[str, Sequence[LineTime]] = {}
+        self._functions: dict[str, ProgramTime] = {}
+        self._coming = on_their_way(program)
+
+    def run(self, function: Function | None = None, arriving: Mapping[Binding, InFlight] | None = None) -> ProgramTime:
+        """Return the time of a main function, with messages under way that it awaits."""
+        main = function or self.program.main
+        bound = {value.name: arriving[value.binding] for value in main.parameters
+                 if arriving and value.binding in arriving}  # fmt: skip
+        if bound:
+            return self._walk(main, bound)
+        return self._of(main)
+
+    def _of(self, function: Function) -> ProgramTime:
+        if function.name not in self._functions:
+            self._functions[function.name] = self._walk(function, {})
+        return self._functions[function.name]
+
+    def _lines_of(self, function: Function) -> Sequence[LineTime]:
+        if function.name not in self._lines:
+            self._lines[function.name] = self._times.of(function)
+        return self._lines[function.name]
+
+    def _walk(self, function: Function, arriving: dict[str, InFlight]) -> ProgramTime:
+        """Play a function: ``now`` is the time of the queue that computes, ``free`` when each group's queue is."""
+        now, spent, arriving = 0.0, Spent(), dict(arriving)
+        free: dict[str, float] = {}
+        sizes = self._messages(function)
+        taken = self.links.cluster.device.taken_by_messages
+        for line, time in zip(function.lines, self._lines_of(function), strict=True):
+            for name in line.uses:
+                if (message := arriving.pop(name, None)) is not None and message.arrives > now:
+                    spent.wait(message, message.arrives - now)
+                    now = message.arrives
+            if line.calls_function:
+                inner = self._of(self.program.function(line.op))
+                spent.add(inner.spent)
+                now += inner.seconds
+                continue
+            spent.compute(line, time)
+            now += time.seconds
+            if id(line) in sizes:
+                seconds, axis = sizes[id(line)]
+                begin = max(now, free.get(axis, 0.0))
+                free[axis] = begin + seconds
+                message = InFlight(free[axis], axis, line.origin.plan)
+                if taken:
+                    spent.wait(message, taken * seconds)
+                    now += taken * seconds
+                number = dict(line.kwargs).get(MESSAGE)
+                together = [line] if number is None else self._together(function, line)
+                for one in together:
+                    arriving.update((value.name, message) for value in one.made)
+                if self._blocks(line):
+                    for one in together:
+                        for value in one.made:
+                            arriving.pop(value.name, None)
+                    if message.arrives > now:
+                        spent.wait(message, message.arrives - now)
+                        now = message.arrives
+            elif line.op in RINGS:
+                more, axis = self._ring(line, function, time)
+                spent.wait(InFlight(0, axis, line.origin.plan), more)
+                now += more
+        main = function in self.program.mains
+        coming = {name: key for key, name in self._coming.items()} if main and function is self.program.mains[0] else {}
+        left = dict[Binding, InFlight]()
+        for _, name in function.returns:
+            message = arriving.pop(name, None)
+            if message is None or message.arrives <= now:
+                continue
+            if name in coming:
+                left[coming[name]] = InFlight(message.arrives - now, message.axis, message.line)
+            else:
+                spent.wait(message, message.arrives - now)
+                now = message.arrives
+        return ProgramTime(now, spent, left)
+
+    def _blocks(self, line: Line) -> bool:
+        """Return whether the process waits for a message where it stands, by the habits of the system."""
+        return self.habits.blocking_gathers and line.op == "parc.all_gather" and MESSAGE in dict(line.kwargs)
+
+    def _together(self, function: Function, first: Line) -> Sequence[Line]:
+        return [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
+
+    def _messages(self, function: Function) -> dict[int, tuple[float, str]]:
+        """Return the seconds and the axis of each message, by the line that starts it: the first of those that travel
+        together."""
+        sizes: dict[int, tuple[str, tuple[str, ...], float, int]] = {}
+        first: dict[object, int] = {}
+        values, mesh = function.values(), self.program.mesh
+        for line in function.lines:
+            row = COLLECTIVES.get(line.op)
+            if row is None or not row.communicates or line.op in RINGS:
+                continue
+            axes = row.axes(line.args[1:])
+            if not axes:
+                continue
+            members = len(row.members(line.args[1:]) or ())
+            ranks = members or math.prod(map(mesh.size, axes))
+            type_ = values[line.uses[0]].type
+            there, rows = type_.packed or (1, 1)
+            sent = row.travelling([values[name].type for name in line.uses])
+            size = sum(payload_bytes(line.op, t.local(mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
+            number = dict(line.kwargs).get(MESSAGE)
+            key = first.setdefault((line.op, number), id(line)) if number is not None else id(line)
+            before = sizes[key][2] if key in sizes else 0.0
+            sizes[key] = line.op.removeprefix("parc."), axes, before + row.sent(size, ranks), members
+        return {
+            key: (self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)))
+            for key, (op, axes, size, members) in sizes.items()
+        }
+
+    def _ring(self, line: Line, function: Function, time: LineTime) -> tuple[float, str]:
+        """Return the time of a ring beyond its attention, and its axis: in each of its steps keys and values travel
+        beside the attention of the part before."""
+        values, mesh = function.values(), self.program.mesh
+        axes = COLLECTIVES[line.op].axes(line.args[1:])
+        ranks = math.prod(map(mesh.size, axes))
+        sent = COLLECTIVES[line.op].travelling([values[name].type for name in line.uses])
+        size = sum(local_bytes(type_, self.program) for type_ in sent)
+        hop = self.links.send(size, self.links.neighbours(axes[0]))
+        beside = time.seconds / ranks
+        return max(0.0, hop - beside) * (ranks - 1), ",".join(mesh.joined(axes))

@@ -1,0 +1,206 @@
+"""The time of a step: the actions of all roles on one timeline, with the messages between stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..analysis.liveness import local_bytes
+from ..layout.collectives import COLLECTIVES
+from ..program.actions import ACTIONS, BACKWARD, Action, send_kind
+from ..program.binding import Binding
+from ..program.plain import in_reduce
+from ..program.program import Program
+from ..program.roles import Role
+from ..schedules.timeline import Timeline, TimeSpan
+from .lines import Habits
+from .links import Links
+from .programs import PARTS, InFlight, ProgramClock, Spent
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of a step: its seconds, where those of each role go, and when each action runs."""
+
+    seconds: float
+    roles: Mapping[str, Spent]
+    timeline: Timeline
+
+    @property
+    def longest(self) -> str:
+        """The role that waits least for others."""
+        return min(self.roles, key=lambda name: self.roles[name].parts["bubble"])
+
+    def parts(self, role: str) -> dict[str, float]:
+        """Return the seconds of a role by part, which sum to those of the step."""
+        return {part: self.roles[role].parts[part] for part in PARTS}
+
+
+@dataclass
+class _RoleClock:
+    """A role on the timeline: its programs' clocks, how far it is, and what it has spent."""
+
+    role: Role
+    programs: Mapping[str, Program]
+    clocks: Mapping[str, ProgramClock]
+    update: float
+    now: float = 0.0
+    done: list[TimeSpan] = field(default_factory=list)
+    spent: Spent = field(default_factory=Spent)
+    arriving: dict[Binding, InFlight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = {action.stage: action for action in self.role.actions if action.kind == BACKWARD}
+
+    def end(self, action: Action, until: float) -> None:
+        """Note that an action ends."""
+        self.done.append(TimeSpan(action, self.now, until))
+        self.now = until
+
+
+class StepClock:
+    """The clock of a build's roles. ``updates`` are the seconds of each role's update of its parameters, and
+    ``stage_line`` the line of the plan that makes stages."""
+
+    def __init__(
+        self, roles: Mapping[str, Role], links: Links, habits: Habits, updates: Mapping[str, float],
+        stage_line: int = 0,
+    ) -> None:  # fmt: skip
+        self.links, self.habits, self.stage_line = links, habits, stage_line
+        clocks: dict[int, ProgramClock] = {}
+        self._roles: dict[str, _RoleClock] = {}
+        for name, role in roles.items():
+            programs = role.programs if habits.overlap else in_reduce(role.programs)
+            for program in programs.values():
+                clocks.setdefault(id(program), ProgramClock(program, links, habits))
+            of_role = {key: clocks[id(program)] for key, program in programs.items()}
+            self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
+        self._axis = next(iter(roles.values())).axis
+        self._sent: dict[Action, float] = {}
+        """When each message between stages arrives."""
+        self._wire: dict[tuple[int, str], float] = {}
+        """When the way from a stage to its neighbour is free."""
+        self._joint = self._joint_kinds()
+        self._reached: dict[str, dict[str, float]] = {}
+
+    def _joint_kinds(self) -> Mapping[str, frozenset[str]]:
+        """Return the kinds of actions whose programs meet those of other roles, each with the roles that have it."""
+        kinds: dict[str, set[str]] = {}
+        for name, clock in self._roles.items():
+            for program in clock.programs.values():
+                lines = (line for function in program.functions for line in function.lines if line.op in COLLECTIVES)
+                if self._axis and any(self._axis in COLLECTIVES[line.op].axes(line.args[1:]) for line in lines):
+                    kinds.setdefault(program.action, set()).add(name)
+        return {kind: frozenset(names) for kind, names in kinds.items() if not ACTIONS[kind].works}
+
+    def run(self) -> StepTime:
+        """Return the time of a step.
+
+        Raises:
+            ValueError: an order that never ends.
+        """
+        moved = True
+        while moved:
+            moved = False
+            for name, clock in self._roles.items():
+                for action in clock.role.actions[len(clock.done) :]:
+                    if not self._do(name, clock, action):
+                        break
+                    moved = True
+        if stuck := [name for name, clock in self._roles.items() if len(clock.done) < len(clock.role.actions)]:
+            raise ValueError(f"the order of actions never ends: {', '.join(stuck)}")
+        end = max(clock.now for clock in self._roles.values())
+        for clock in self._roles.values():
+            clock.spent.parts["bubble"] += end - clock.now
+        spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
+        return StepTime(end, {name: clock.spent for name, clock in self._roles.items()}, Timeline(spans))
+
+    def _do(self, name: str, clock: _RoleClock, action: Action) -> bool:
+        """Do an action, if what it waits for has happened."""
+        row = action.message
+        if row is not None:
+            if row.sends:
+                self._send(clock, action)
+                return True
+            return self._receive(clock, action)
+        if action.kind in self._joint and name in self._joint[action.kind]:
+            reached = self._reached.setdefault(f"{action.kind}{action.microbatch}", {})
+            reached.setdefault(name, clock.now)
+            if len(reached) < len(self._joint[action.kind]):
+                return False
+            begin = max(reached.values())
+            clock.spent.parts["bubble"] += begin - clock.now
+            clock.now = begin
+        self._work(clock, action)
+        return True
+
+    def _work(self, clock: _RoleClock, action: Action) -> None:
+        key = action.program_in(clock.programs)
+        if key not in clock.clocks:  # the update, which has no program
+            seconds = clock.update
+            clock.spent.parts["optimizer"] += seconds
+            clock.end(action, clock.now + seconds)
+            return
+        program = clock.programs[key]
+        last = action.kind == BACKWARD and clock.last[action.stage] == action and program.last is not None
+        arriving = {binding: replace(message, arrives=message.arrives - clock.now)
+                    for binding, message in clock.arriving.items()}  # fmt: skip
+        main = program.last if last else program.main
+        assert main is not None
+        for value in main.parameters:
+            if value.binding is not None:
+                clock.arriving.pop(value.binding, None)
+        time = clock.clocks[key].run(main, arriving)
+        if ACTIONS[action.kind].place == "after":
+            self._after(clock, time.spent)
+        else:
+            clock.spent.add(time.spent)
+        for binding, message in time.left.items():
+            clock.arriving[binding] = replace(message, arrives=message.arrives + clock.now + time.seconds)
+        clock.end(action, clock.now + time.seconds)
+
+    def _after(self, clock: _RoleClock, spent: Spent) -> None:
+        """Add what an action behind the work spends: its arithmetic is part of the update."""
+        moved = Spent(Counter(spent.parts), spent.exposed, spent.lines)
+        moved.parts["optimizer"] += moved.parts.pop("products", 0.0) + moved.parts.pop("other", 0.0)
+        clock.spent.add(moved)
+
+    def _send(self, clock: _RoleClock, action: Action) -> None:
+        row = action.message
+        assert row is not None
+        wire = action.stage, row.work
+        seconds = self._seconds(clock, action)
+        begin = max(clock.now, self._wire.get(wire, 0.0))
+        self._wire[wire] = self._sent[action] = begin + seconds
+        end = clock.now
+        taken = seconds if self.habits.blocking_sends else self.links.cluster.device.taken_by_messages * seconds
+        if taken:
+            clock.spent.wait(InFlight(0, self._axis, self.stage_line), taken)
+            end += taken
+        clock.end(action, end)
+
+    def _seconds(self, clock: _RoleClock, action: Action) -> float:
+        """Return the time of a message between stages on its way."""
+        row = action.message
+        assert row is not None
+        program = clock.programs[Action(action.stage, row.work).program_in(clock.programs)]
+        values = program.main.values()
+        size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
+        return self.links.send(size, self.links.neighbours(self._axis))
+
+    def _receive(self, clock: _RoleClock, action: Action) -> bool:
+        row = action.message
+        assert row is not None
+        message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
+        if message not in self._sent:
+            return False
+        arrives = self._sent[message]
+        if (waits := arrives - clock.now) > 0:
+            sender = next(other for other in self._roles.values() if message.stage in other.role.stages)
+            on_the_way = min(waits, self._seconds(sender, message))
+            clock.spent.wait(InFlight(0, self._axis, self.stage_line), on_the_way)
+            clock.spent.parts["bubble"] += waits - on_the_way
+        clock.end(action, max(clock.now, arrives))
+        return True
+
