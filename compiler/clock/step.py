@@ -16,7 +16,7 @@ from ..program.roles import Role
 from ..schedules.timeline import Timeline, TimeSpan
 from .lines import Habits
 from .links import Links
-from .programs import PARTS, InFlight, ProgramClock, Spent
+from .programs import PARTS, InFlight, ProgramClock, ProgramTime, Spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,11 @@ class _RoleClock:
     done: list[TimeSpan] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     arriving: dict[Binding, InFlight] = field(default_factory=dict)
+    runs: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """How often each main function ran with nothing under way, by program and whether it is that of the last
+    microbatch."""
+    wires: dict[Action, float] = field(default_factory=dict)
+    """The time of each kind of message on its way, by its sender's action without the microbatch."""
 
     def __post_init__(self) -> None:
         self.last = {action.stage: action for action in self.role.actions if action.kind == BACKWARD}
@@ -77,8 +82,8 @@ class StepClock:
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
             self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
         self._axis = next(iter(roles.values())).axis
-        self._sent: dict[Action, float] = {}
-        """When each message between stages arrives."""
+        self._sent: dict[Action, tuple[float, float]] = {}
+        """When each message between stages arrives, and its time on the way."""
         self._wire: dict[tuple[int, str], float] = {}
         """When the way from a stage to its neighbour is free."""
         self._joint = self._joint_kinds()
@@ -104,8 +109,8 @@ class StepClock:
         while moved:
             moved = False
             for name, clock in self._roles.items():
-                for action in clock.role.actions[len(clock.done) :]:
-                    if not self._do(name, clock, action):
+                while len(clock.done) < len(clock.role.actions):
+                    if not self._do(name, clock, clock.role.actions[len(clock.done)]):
                         break
                     moved = True
         if stuck := [name for name, clock in self._roles.items() if len(clock.done) < len(clock.role.actions)]:
@@ -113,6 +118,9 @@ class StepClock:
         end = max(clock.now for clock in self._roles.values())
         for clock in self._roles.values():
             clock.spent.parts["bubble"] += end - clock.now
+            for (key, last), times in clock.runs.items():
+                program = clock.programs[key]
+                self._spend(clock, program, clock.clocks[key].run(program.mains[0] if last else program.main), times)
         spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
         return StepTime(end, {name: clock.spent for name, clock in self._roles.items()}, Timeline(spans))
 
@@ -138,33 +146,31 @@ class StepClock:
     def _work(self, clock: _RoleClock, action: Action) -> None:
         key = action.program_in(clock.programs)
         if key not in clock.clocks:  # the update, which has no program
-            seconds = clock.update
-            clock.spent.parts["optimizer"] += seconds
-            clock.end(action, clock.now + seconds)
+            clock.spent.parts["optimizer"] += clock.update
+            clock.end(action, clock.now + clock.update)
             return
-        program = clock.programs[key]
-        last = action.kind == BACKWARD and clock.last[action.stage] == action and program.last is not None
-        arriving = {binding: replace(message, arrives=message.arrives - clock.now)
-                    for binding, message in clock.arriving.items()}  # fmt: skip
-        main = program.last if last else program.main
-        assert main is not None
-        for value in main.parameters:
-            if value.binding is not None:
-                clock.arriving.pop(value.binding, None)
-        time = clock.clocks[key].run(main, arriving)
-        if ACTIONS[action.kind].place == "after":
-            self._after(clock, time.spent)
+        program, timer = clock.programs[key], clock.clocks[key]
+        last = clock.last.get(action.stage) == action and program.last is not None
+        main = program.mains[0] if last else program.main
+        read = [value.binding for value in main.parameters if value.binding in clock.arriving] if clock.arriving else ()
+        if read:
+            arriving = {key: clock.arriving.pop(key) for key in read if key is not None}
+            time = timer.run(main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()})
+            self._spend(clock, program, time)
         else:
-            clock.spent.add(time.spent)
+            time = timer.run(main)
+            clock.runs[key, last] += 1
         for binding, message in time.left.items():
             clock.arriving[binding] = replace(message, arrives=message.arrives + clock.now + time.seconds)
         clock.end(action, clock.now + time.seconds)
 
-    def _after(self, clock: _RoleClock, spent: Spent) -> None:
-        """Add what an action behind the work spends: its arithmetic is part of the update."""
-        moved = Spent(Counter(spent.parts), spent.exposed, spent.lines)
-        moved.parts["optimizer"] += moved.parts.pop("products", 0.0) + moved.parts.pop("other", 0.0)
-        clock.spent.add(moved)
+    def _spend(self, clock: _RoleClock, program: Program, time: ProgramTime, times: float = 1) -> None:
+        """Add what runs of a program spend. Arithmetic behind a step's work is part of the update."""
+        spent = time.spent
+        if ACTIONS[program.action].place == "after":
+            spent = Spent(Counter(spent.parts), spent.exposed, spent.lines)
+            spent.parts["optimizer"] += spent.parts.pop("products", 0.0) + spent.parts.pop("other", 0.0)
+        clock.spent.add(spent, times)
 
     def _send(self, clock: _RoleClock, action: Action) -> None:
         row = action.message
@@ -172,7 +178,8 @@ class StepClock:
         wire = action.stage, row.work
         seconds = self._seconds(clock, action)
         begin = max(clock.now, self._wire.get(wire, 0.0))
-        self._wire[wire] = self._sent[action] = begin + seconds
+        self._wire[wire] = begin + seconds
+        self._sent[action] = begin + seconds, seconds
         end = clock.now
         taken = seconds if self.habits.blocking_sends else self.links.cluster.device.taken_by_messages * seconds
         if taken:
@@ -184,10 +191,13 @@ class StepClock:
         """Return the time of a message between stages on its way."""
         row = action.message
         assert row is not None
-        program = clock.programs[Action(action.stage, row.work).program_in(clock.programs)]
-        values = program.main.values()
-        size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
-        return self.links.send(size, self.links.neighbours(self._axis))
+        key = Action(action.stage, row.work)
+        if key not in clock.wires:
+            program = clock.programs[key.program_in(clock.programs)]
+            values = program.main.values()
+            size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
+            clock.wires[key] = self.links.send(size, self.links.neighbours(self._axis))
+        return clock.wires[key]
 
     def _receive(self, clock: _RoleClock, action: Action) -> bool:
         row = action.message
@@ -195,10 +205,9 @@ class StepClock:
         message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
         if message not in self._sent:
             return False
-        arrives = self._sent[message]
+        arrives, seconds = self._sent[message]
         if (waits := arrives - clock.now) > 0:
-            sender = next(other for other in self._roles.values() if message.stage in other.role.stages)
-            on_the_way = min(waits, self._seconds(sender, message))
+            on_the_way = min(waits, seconds)
             clock.spent.wait(InFlight(0, self._axis, self.stage_line), on_the_way)
             clock.spent.parts["bubble"] += waits - on_the_way
         clock.end(action, max(clock.now, arrives))

@@ -1,0 +1,364 @@
+"""``make predict``: published training runs priced by the clock, beside their measured times.
+
+``python -m benchmarks.predict CSV`` prices the rows of another table with the same columns. Every row becomes the plan
+that its columns say, which is compiled (not checked) and priced on the row's cluster. What a measured system did
+otherwise is a switch of ``SYSTEMS``, by system, never by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from parc.compiler.clock.cluster import Cluster, find_cluster
+from parc.compiler.clock.lines import Habits
+
+ROOT = Path(__file__).resolve().parent
+CACHE = ROOT.parent / "build" / "predict"
+Row = Mapping[str, str]
+
+# ---- what rows do not say
+
+
+@dataclass(frozen=True)
+class System:
+    """What a measured system does that its rows do not say."""
+
+    habits: Habits
+    dropout: float = 0.0
+    selective: str = "keep products"
+    """What ``selective`` recomputation keeps."""
+    prefix: str = ""
+
+
+_MEGATRON_2021 = System(Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True), 0.1)
+_MEGATRON = System(Habits(compiled=True))
+_FSDP = System(Habits(compiled=True))
+SYSTEMS: tuple[tuple[str, System], ...] = (
+    ("Megatron-LM 2020", _MEGATRON_2021),
+    ("Megatron-LM 2021", _MEGATRON_2021),
+    ("Megatron-LM Jan-2021", _MEGATRON_2021),
+    ("Megatron-LM 2022", _MEGATRON_2021),
+    ("Megatron-DeepSpeed", _MEGATRON_2021),
+    ("Megatron+DeepSpeed", _MEGATRON_2021),
+    ("GPT-NeoX", _MEGATRON_2021),
+    ("zero-bubble", _MEGATRON_2021),
+    ("Alpa", System(Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True))),
+    ("DeepSpeed ZeRO-3", System(Habits(compiled=True, fused_attention=False), 0.1)),
+    ("torchtitan", System(Habits(compiled=True), selective="keep products, attention")),
+    ("", _MEGATRON),
+)
+"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, and sends that block,
+in Megatron-LM of 2020 to 2022 and what is made of it."""
+
+GPUS = (
+    ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),
+    ("GB200", "gb200-nvl72"), ("B200", "b200"),
+)  # fmt: skip
+PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp16/bf16": "bf16", "amp_bf16/DEFAULT": "bf16", "bf16/PURE": "bf16"}
+"""The types of parc that rows' types are priced as: float16 and bfloat16 have one peak and one size."""
+FILLED = {"vocab": "51200", "micro_batch": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "0", "tp": "1",
+          "pp": "1"}  # fmt: skip
+"""The value of an empty field."""
+ZERO = {"0": 0, "0?": 0, "": 0, "1": 1, "2": 2, "3": 3, "HSDP": 3, "RS": 2, "3 (MiCS, 128-GPU shard groups)": 3}
+
+
+class Inexpressible(Exception):
+    """The reason for which a row has no plan."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as a plan: its text, the clusters and the habits, and what is extrapolated: the layers of a chunk."""
+
+    text: str
+    cluster: str
+    node: int
+    nic: float
+    habits: Habits
+    layers: int
+    chunks: int
+    samples: int
+
+
+def number(row: Row, key: str) -> int:
+    """Return a whole number of a row, with what fills an empty field."""
+    text = row[key] or FILLED.get(key, "")
+    try:
+        return int(float(text))
+    except ValueError:
+        raise Inexpressible(f"`{key}` is {text!r}") from None
+
+
+def case_of(row: Row) -> Case:
+    """Return the plan that a row's columns say.
+
+    Raises:
+        Inexpressible: parc has no plan of them.
+    """
+    system = next(known for name, known in SYSTEMS if row["system"].startswith(name))
+    cluster = next((ours for name, ours in GPUS if row["gpu"].startswith(name)), None)
+    if cluster is None:
+        raise Inexpressible(f"no cluster of {row['gpu']}")
+    if row["precision"] not in PRECISIONS:
+        raise Inexpressible(f"products in {row['precision']}")
+    if row["family"] == "moe" or number(row, "ep") > 1:
+        raise Inexpressible("experts")
+    schedule = row["schedule"]
+    if schedule.startswith("ZB"):
+        raise Inexpressible(f"the schedule {schedule}")
+    world, tp, pp, cp = (number(row, key) for key in ("n_gpus", "tp", "pp", "cp"))
+    dp = world // (tp * pp * cp)
+    if dp * tp * pp * cp != world:
+        raise Inexpressible("the axes do not make up the GPUs")
+    batch, micro, layers = number(row, "global_batch"), number(row, "micro_batch"), number(row, "layers")
+    micro = min(micro, max(1, batch // dp))
+    if batch % (dp * micro):
+        raise Inexpressible(f"a batch of {batch} in microbatches of {micro} on {dp} ranks")
+    count = batch // (dp * micro)
+    chunks = 1
+    if pp > 1 and "interleaved" in schedule or schedule == "1F1B-I":
+        chunks = layers // pp if row["vpp"].startswith("max") else number(row, "vpp")
+    if chunks > 1 and count % pp:
+        raise Inexpressible(f"{count} microbatches, interleaved on {pp} ranks")
+    if pp > 1 and chunks == 1 and count < pp:
+        raise Inexpressible(f"{count} microbatches on {pp} stages of 1F1B")
+    gated = number(row, "gated_mlp") if row["gated_mlp"] else 0
+    width, heads, vocab = number(row, "hidden"), number(row, "heads"), number(row, "vocab")
+    kv = number(row, "kv_heads") if row["kv_heads"] else heads
+    ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
+    vocab = math.ceil(vocab / (128 * tp)) * 128 * tp
+    tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not gated
+    zero = ZERO.get(row["zero_stage"], 0)
+    node = int(number(row, "gpus_per_node")) if row["gpus_per_node"] else 8
+    each = math.ceil(layers / (pp * chunks))
+    if width % heads or heads % tp or (kv % tp and tp % kv):
+        raise Inexpressible(f"{heads} heads of {kv} on {tp} ranks")
+    lines = [
+        'model "./predict_models.py:Transformer" (layers=$layers, width=%d, heads=%d, kv_heads=%d, ffn=%d, vocab=%d,'
+        " length=%d, gated=%s, tied=%s, dropout=%g)" % (width, heads, kv, ffn, vocab, number(row, "seq_len"),
+        str(bool(gated)).lower(), str(tied).lower(), system.dropout),
+        "input tokens int64 [B, S]", "input targets int64 [B, S]", f"sizes B={batch}, S={number(row, 'seq_len')}",
+        "loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1",
+        f"precision {PRECISIONS[row['precision']]}",
+        f"mesh pp={pp}, dp={dp}, cp={cp}, tp={tp}",
+        "shard tokens, targets [B/dp, _]",
+    ]  # fmt: skip
+    lines += [f"schedule {'interleaved' if chunks > 1 else '1f1b' if pp > 1 else ''} microbatches {count}"
+              + (f" chunks {chunks}" if chunks > 1 else "")]  # fmt: skip
+    if pp * chunks > 1:
+        lines.append("stage before blocks.{$cuts} over pp")
+    if tp > 1:
+        lines += ["column blocks.*.attn.{q,k,v}, blocks.*.mlp.up over tp", "row blocks.*.attn.out, blocks.*.mlp.down over tp",
+                  "vocab embed, head over tp"]  # fmt: skip
+        if gated:
+            lines.append("column blocks.*.mlp.gate over tp")
+        if number(row, "seq_parallel"):
+            lines.append("sequence blocks.* over tp")
+    if cp > 1:
+        lines.append("context blocks.* dim S over cp using zigzag")
+    if zero and dp > 1:
+        lines.append(f"zero {zero} over dp")
+    if row["recompute"] == "full":
+        lines.append("recompute blocks.*")
+    elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
+        lines.append(f"recompute blocks.* {system.selective}")
+    nic = float(row["nic_GBps_per_gpu"] or 0) * 1e9
+    return Case("\n".join(lines), cluster, node, nic, system.habits, each, pp * chunks, batch)
+
+
+def cluster_of(case: Case) -> Cluster:
+    """Return the cluster of a row, with its own NIC and node."""
+    cluster = find_cluster(case.cluster)
+    network = replace(cluster.network, bandwidth=case.nic) if case.nic else cluster.network
+    return replace(cluster, network=network, ranks=case.node)
+
+
+# ---- compiling and pricing
+
+_EXACT = 3
+"""The most layers of a chunk that are compiled as they are; more are extrapolated from plans of two and three, because
+all layers of a chunk take equal times."""
+
+
+def predicted(case: Case) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and its parts."""
+    if case.layers <= _EXACT:
+        return _step(case, case.layers)
+    (two, parts2), (three, parts3) = _step(case, _EXACT - 1), _step(case, _EXACT)
+    more = case.layers - _EXACT
+    return three + more * (three - two), {key: parts3[key] + more * (parts3[key] - parts2[key]) for key in parts3}
+
+
+def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
+    from parc.compiler.clock.links import Links
+    from parc.compiler.clock.step import StepClock
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
+    from parc.grammar.source import Source
+    from parc.step_time import update_seconds
+
+    layers = each * case.chunks
+    cuts = ",".join(str(at) for at in range(each, layers, each))
+    text = case.text.replace("{$cuts}", f"{{{cuts}}}" if "," in cuts else cuts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = read_plan(Source("row.parc", f"let layers={layers}\n{text}\n"), {})
+        compiled = compile_plan(plan, ROOT)
+        build = compiled.build
+    cluster = cluster_of(case)
+    links = Links(build.mesh, cluster, case.node)
+    updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
+    time = StepClock(build.roles, links, case.habits, updates).run()
+    return time.seconds, time.parts(time.longest)
+
+
+def _key(case: Case, code: str) -> str:
+    return sha256(f"{case}{cluster_of(case)}{code}".encode()).hexdigest()[:24]
+
+
+def code_hash() -> str:
+    """Return a hash of all code that a prediction depends on."""
+    folders = ("compiler", "passes", "grammar", "parc/compiling")
+    files = [file for folder in folders for file in sorted((ROOT.parent / folder).rglob("*.py"))]
+    files += [ROOT / "predict.py", ROOT / "predict_models.py", ROOT.parent / "parc" / "step_time.py"]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def price_case(case: Case, code: str) -> dict[str, Any]:
+    """Return the prediction of a row, from the cache if the code is the same."""
+    file = CACHE / f"{_key(case, code)}.json"
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    try:
+        seconds, parts = predicted(case)
+        result: dict[str, Any] = {"s": seconds, "parts": parts}
+    except Exception as error:  # a row that parc refuses is listed with the reason
+        result = {"error": str(error).split("\n")[0][:200]}
+    CACHE.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result))
+    return result
+
+
+# ---- figures
+
+
+def error_after_scalar(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return, of pairs (measured, predicted), the mean error, the median of measured over predicted, and the mean error
+    after that scalar."""
+    raw = statistics.mean(abs(p / m - 1) for m, p in pairs)
+    scalar = statistics.median(m / p for m, p in pairs)
+    return raw, scalar, statistics.mean(abs(scalar * p / m - 1) for m, p in pairs)
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the correlation of ranks."""
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
+
+    a, b = (ranks(column) for column in zip(*pairs, strict=True))
+    return statistics.correlation(a, b)
+
+
+def regret(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the measured time of the plan predicted fastest, over the least measured, minus 1."""
+    chosen = min(pairs, key=lambda pair: pair[1])
+    return chosen[0] / min(m for m, _ in pairs) - 1
+
+
+def model_flops(row: Row) -> float:
+    """Return the model FLOPs of a step, attention in full."""
+    layers, width, heads = (number(row, key) for key in ("layers", "hidden", "heads"))
+    kv = number(row, "kv_heads") if row["kv_heads"] else heads
+    ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
+    gated = row["gated_mlp"] not in ("", "0", "0.0")
+    length = number(row, "seq_len")
+    token = layers * (2 * width * width * (2 + 2 * kv / heads) + 4 * length * width + 2 * width * ffn * (3 if gated else 2))
+    return 3 * (token + 2 * width * number(row, "vocab")) * length * number(row, "global_batch")
+
+
+def constant_mfu(row: Row, case: Case) -> float:
+    """Return the seconds of a step of which all operations take their share of the peak."""
+    full = 4 / 3 if row["recompute"] == "full" else 1
+    return full * model_flops(row) / (cluster_of(case).peak["bf16"] * number(row, "n_gpus"))
+
+
+def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield f"{'source':62} {'rows':>4} {'raw':>7} {'scalar':>7} {'after':>7} {'constant MFU':>13}"
+    for source in sorted({row["source"] for row, _, _ in rows}):
+        of = [(row, case, s) for row, case, s in rows if row["source"] == source]
+        pairs = [(float(row["iter_time_s"]), s) for row, _, s in of]
+        raw, scalar, after = error_after_scalar(pairs)
+        _, _, constant = error_after_scalar([(float(row["iter_time_s"]), constant_mfu(row, case)) for row, case, _ in of])
+        yield f"{source[:62]:62} {len(of):4} {raw:7.1%} {scalar:7.3f} {after:7.1%} {constant:13.1%}"
+    yield ""
+    yield f"{'group':44} {'rows':>4} {'Spearman':>9} {'regret':>7}"
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for group in sorted({row["rank_group"] for row, _, _ in rows} - {""}):
+        pairs = [(float(row["iter_time_s"]) / case.samples, s / case.samples)
+                 for row, case, s in rows if row["rank_group"] == group]  # fmt: skip
+        if len(pairs) < 2:
+            continue
+        rho, loss = spearman(pairs) if len({p for _, p in pairs}) > 1 else math.nan, regret(pairs)
+        kinds.setdefault(re.split("-", group)[0], []).append((rho, loss))
+        yield f"{group:44} {len(pairs):4} {rho:9.2f} {loss:7.1%}"
+    for kind, values in kinds.items():
+        known = [rho for rho, _ in values if not math.isnan(rho)]
+        yield (f"{f'mean of {kind}':44} {len(values):4} {statistics.mean(known):9.2f}"
+               f" {statistics.mean(loss for _, loss in values):7.1%}")  # fmt: skip
+
+
+def main() -> int:
+    """Price all rows of a table and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--source", default="", help="only sources with this in their names")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    with open(args.csv, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+    cases: list[tuple[Row, Case]] = []
+    left: dict[str, list[str]] = {}
+    for row in rows:
+        try:
+            if not row["iter_time_s"]:
+                raise Inexpressible("no time")
+            cases.append((row, case_of(row)))
+        except Inexpressible as reason:
+            left.setdefault(str(reason), []).append(row["id"])
+    code = code_hash()
+    priced: list[tuple[Row, Case, float]] = []
+    with ProcessPoolExecutor(args.workers) as pool:
+        for (row, case), result in zip(cases, pool.map(price_case, [c for _, c in cases], [code] * len(cases)), strict=True):
+            if "error" in result:
+                left.setdefault(result["error"], []).append(row["id"])
+                continue
+            priced.append((row, case, result["s"]))
+            if args.rows:
+                shares = " ".join(f"{key} {value / result['s']:.0%}" for key, value in result["parts"].items())
+                print(f"{row['id']:40} {float(row['iter_time_s']):9.3f} {result['s']:9.3f}"
+                      f" {result['s'] / float(row['iter_time_s']) - 1:+7.1%}  {shares}", flush=True)  # fmt: skip
+    print("\n".join(tables(priced)))
+    print(f"\n{len(priced)} of {len(rows)} rows priced; the others:")
+    for reason, names in sorted(left.items(), key=lambda pair: -len(pair[1])):
+        print(f"{len(names):4} {reason}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
