@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -18,12 +20,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parc.compiler.clock.cluster import Cluster, find_cluster
 from parc.compiler.clock.lines import Habits
+
+if TYPE_CHECKING:
+    from parc.compiler.build.build import Build
+    from parc.compiler.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent
 CACHE = ROOT.parent / "build" / "predict"
@@ -206,7 +213,6 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     from parc.compiler.clock.links import Links
     from parc.compiler.clock.step import StepClock
     from parc.compiler.plan.plan import read_plan
-    from parc.compiling.driver import compile_plan
     from parc.grammar.source import Source
     from parc.step_time import update_seconds
 
@@ -216,8 +222,7 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = read_plan(Source("row.parc", f"let layers={layers}\n{text}\n"), {})
-        compiled = compile_plan(plan, ROOT)
-        build = compiled.build
+        build = _build(plan, f"layers={layers}\n{text}")
     cluster = cluster_of(case)
     links = Links(build.mesh, cluster, case.node)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
@@ -225,31 +230,40 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     return time.seconds, time.parts(time.longest)
 
 
-def _key(case: Case, code: str) -> str:
-    return sha256(f"{case}{cluster_of(case)}{code}".encode()).hexdigest()[:24]
+def _build(plan: Plan, text: str) -> Build:
+    """Return the build of a plan, from the cache if the compiler is the same."""
+    from parc.compiler.build.build import Build
+    from parc.compiling.compiled import files_of, manifest_of
+    from parc.compiling.driver import compile_plan
+
+    file = CACHE / f"{sha256(f'{text}{compiler_hash()}'.encode()).hexdigest()[:24]}.gz"
+    if not file.exists():
+        compiled = compile_plan(plan, ROOT)
+        files, manifest = files_of(compiled), manifest_of(compiled)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        whole = file.with_suffix(f".{os.getpid()}")
+        whole.write_bytes(gzip.compress(json.dumps([files, manifest]).encode(), 1))
+        whole.rename(file)
+    files, manifest = json.loads(gzip.decompress(file.read_bytes()))
+    return Build.of(ROOT, files, manifest, {})
 
 
-def code_hash() -> str:
-    """Return a hash of all code that a prediction depends on."""
+@cache
+def compiler_hash() -> str:
+    """Return a hash of the code that makes programs, which the clock is no part of."""
     folders = ("compiler", "passes", "grammar", "parc/compiling")
     files = [file for folder in folders for file in sorted((ROOT.parent / folder).rglob("*.py"))]
-    files += [ROOT / "predict.py", ROOT / "predict_models.py", ROOT.parent / "parc" / "step_time.py"]
+    files = [ROOT / "predict_models.py", *(file for file in files if file.parent.name not in ("clock", "directives"))]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def price_case(case: Case, code: str) -> dict[str, Any]:
-    """Return the prediction of a row, from the cache if the code is the same."""
-    file = CACHE / f"{_key(case, code)}.json"
-    if file.exists():
-        return dict(json.loads(file.read_text()))
+def price_case(case: Case) -> dict[str, Any]:
+    """Return the prediction of a row, or the reason for which parc refuses it."""
     try:
         seconds, parts = predicted(case)
-        result: dict[str, Any] = {"s": seconds, "parts": parts}
-    except Exception as error:  # a row that parc refuses is listed with the reason
-        result = {"error": str(error).split("\n")[0][:200]}
-    CACHE.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result))
-    return result
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    return {"s": seconds, "parts": parts}
 
 
 # ---- figures
@@ -341,10 +355,9 @@ def main() -> int:
             cases.append((row, case_of(row)))
         except Inexpressible as reason:
             left.setdefault(str(reason), []).append(row["id"])
-    code = code_hash()
     priced: list[tuple[Row, Case, float]] = []
     with ProcessPoolExecutor(args.workers) as pool:
-        for (row, case), result in zip(cases, pool.map(price_case, [c for _, c in cases], [code] * len(cases)), strict=True):
+        for (row, case), result in zip(cases, pool.map(price_case, [c for _, c in cases]), strict=True):
             if "error" in result:
                 left.setdefault(result["error"], []).append(row["id"])
                 continue

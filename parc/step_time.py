@@ -56,7 +56,8 @@ def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = No
     Raises:
         ClusterError: the cluster has too few nodes, or no peak for the type of the plan's products.
     """
-    node = plan.node.ranks if plan.node is not None else cluster.ranks
+    named = plan.node is not None and plan.node.verb == "node"
+    node = plan.node.ranks if named and plan.node is not None else cluster.ranks
     world = build.mesh.world
     if cluster.nodes is not None and world > node * cluster.nodes:
         message = f"the plan has {world} ranks, and the cluster `{cluster.name}` {cluster.nodes} nodes of {node}"

@@ -6,7 +6,7 @@ Every number of a file has a bound, so that a slip of the unit is an error that 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
@@ -222,6 +222,11 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
 
 
+def is_file(name: str) -> bool:
+    """Return whether a word is the path of a cluster's file, and no name."""
+    return "/" in name or name.endswith(".toml")
+
+
 def find_cluster(name: str, folder: Path | None = None) -> Cluster:
     """Return a cluster by its name, or by the path of a file, from ``folder`` or the current one.
 
@@ -230,7 +235,7 @@ def find_cluster(name: str, folder: Path | None = None) -> Cluster:
     """
     if name in shipped():
         return _read(_SHIPPED / f"{name}.toml")
-    if "/" not in name and not name.endswith(".toml"):
+    if not is_file(name):
         help_ = did_you_mean(name, shipped(), f"there are {listed(shipped())}, and any file by its path")
         raise ClusterError(f"there is no cluster `{name}`", help_)
     path = (folder or Path()) / name
@@ -366,7 +371,3 @@ class _Reader:
         """Return the error of this file."""
         return ClusterError(f"{self.file}: {what}", help)
 
-
-def names_of_clusters() -> Iterator[str]:
-    """Yield the shipped clusters with what they are, for a listing."""
-    yield from (f"{name:14}{find_cluster(name).about}" for name in shipped())

@@ -150,9 +150,11 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
 
     plan = plan_of(build)
     try:
-        if args.cluster is None:
-            raise ClusterError("`--time` needs a cluster", "add `--cluster h100-sxm`, or a line `cluster` to the plan")
-        step = price(build, plan, find_cluster(args.cluster), Habits(compiled=args.compile))
+        if args.cluster is None and plan.cluster is None:
+            help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
+            raise ClusterError("`--time` needs a cluster", help_)
+        cluster = find_cluster(plan.cluster.name, build.folder) if args.cluster is None else find_cluster(args.cluster)
+        step = price(build, plan, cluster, Habits(compiled=args.compile))
     except ClusterError as error:
         say(f"parc show: {error}")
         say(f"help: {error.help}")
