@@ -164,7 +164,8 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
         return 0
     for name, text in time_rows(step, args.tokens):
         print(f"{name:13}{text}")
-    texts = dict(enumerate((build.path / "plan.parc").read_text(encoding="utf-8").splitlines(), 1))
+    written = zip(build.texts["plan.parc"].splitlines(), build.report["written"], strict=True)
+    texts = {one["line"]: " ".join(text.split()) for text, one in written}
     print("\n" + text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)))
     for text in memory_words(step):
         say(f"note: {text}")
