@@ -165,8 +165,8 @@ class Cluster:
     ranks: int
     """The ranks of a node."""
     nodes: int | None
-    sharing: Mapping[int, Mapping[str, float]]
-    """What changes where several ranks share one device, as on a CPU: factors of numbers, by the ranks on it."""
+    sharing: Mapping[int, Cluster]
+    """The cluster as a rank sees it where so many share one device, as the cores of a CPU."""
     operators: Mapping[str, float]
     """The seconds of an entry, for operators that are slower than their bytes."""
     tiles: tuple[tuple[float, ...], ...]
@@ -200,18 +200,8 @@ class Cluster:
 
     def shared_by(self, ranks: int) -> Cluster:
         """Return the cluster as a rank sees it where so many lie on a node: on a CPU they share its cores."""
-        factors = self.sharing.get(ranks, self.sharing[max(self.sharing)] if ranks > 1 and self.sharing else {})
-        if not factors:
-            return self
-        bandwidth, calls = factors.get("bandwidth", 1.0), factors.get("launch", 1.0)
-        device = replace(
-            self.device, bandwidth=self.device.bandwidth * bandwidth, launch=self.device.launch * calls,
-            call=self.device.call * calls,
-        )  # fmt: skip
-        peak = {kind: value * factors.get("peak", 1.0) for kind, value in self.peak.items()}
-        operators = {name: value / factors.get("operators", bandwidth) for name, value in self.operators.items()}
-        table = tuple((size, rate * bandwidth) for size, rate in self.table)
-        return replace(self, device=device, peak=peak, operators=operators, table=table)
+        most = max((count for count in self.sharing if count <= ranks), default=1)
+        return self.sharing.get(most, self)
 
 
 # ---- reading
@@ -233,8 +223,17 @@ def find_cluster(name: str, folder: Path | None = None) -> Cluster:
     Raises:
         ClusterError: there is none, or the file is wrong.
     """
+    return _read(cluster_file(name, folder))
+
+
+def cluster_file(name: str, folder: Path | None = None) -> Path:
+    """Return the file of a cluster, by its name or its path.
+
+    Raises:
+        ClusterError: there is none.
+    """
     if name in shipped():
-        return _read(_SHIPPED / f"{name}.toml")
+        return _SHIPPED / f"{name}.toml"
     if not is_file(name):
         help_ = did_you_mean(name, shipped(), f"there are {listed(shipped())}, and any file by its path")
         raise ClusterError(f"there is no cluster `{name}`", help_)
@@ -242,7 +241,7 @@ def find_cluster(name: str, folder: Path | None = None) -> Cluster:
     if not path.is_file():
         message = f"there is no file `{path}` of a cluster"
         raise ClusterError(message, "`parc cluster measure -o here.toml` writes one of this machine")
-    return _read(real_path(path))
+    return real_path(path)
 
 
 @cache
@@ -266,6 +265,16 @@ def read_cluster(text: str, file: str) -> Cluster:
     return _Reader(file, data).cluster()
 
 
+def _merged(data: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's data with those changed that hold where ranks share a device."""
+    whole = {key: value for key, value in data.items() if key != "sharing"}
+    for key, value in change.items():
+        before = whole.get(key)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        whole[key] = _merged(before, value) if both else value  # type: ignore[arg-type]
+    return whole
+
+
 class _Reader:
     """The reader of one file."""
 
@@ -285,8 +294,8 @@ class _Reader:
         if unknown := [name for name in algorithms if name not in ALGORITHMS]:
             raise self.wrong(f"`library.algorithms` has {unknown[0]!r}", f"there are {listed(ALGORITHMS)}")
         sharing = {
-            int(ranks): self.numbers(f"sharing.{ranks}", Bound(0.01, 100, "a factor, as 0.5"))
-            for ranks in self.table("sharing") if self.whole_key("sharing", ranks)
+            int(ranks): _Reader(f"{self.file}: `sharing.{ranks}`", _merged(self.data, change)).cluster()
+            for ranks, change in self.table("sharing").items() if self.whole_key("sharing", ranks)
         }  # fmt: skip
         table = self.rows("table", ("bytes", _SOME_BYTES), ("bytes a second", _RATE))
         if any(row[0] <= before[0] for before, row in pairwise(table)):
@@ -352,7 +361,7 @@ class _Reader:
     def whole_key(self, name: str, key: str) -> bool:
         """Check that a key is a number of ranks."""
         if not key.isdecimal() or int(key) < 2:
-            raise self.wrong(f"`{name}.{key}` is no number of ranks", f'write `[{name}.2]` for two ranks')
+            raise self.wrong(f"`{name}.{key}` is no number of ranks", f"write `[{name}.2.device]` for two ranks")
         return True
 
     def rows(self, name: str, *columns: tuple[str, Bound]) -> tuple[tuple[float, ...], ...]:
