@@ -220,7 +220,8 @@ class LineTimes:
         if line.calls_function or line.op in COLLECTIVES or line.op in RINGS:
             return False
         row = facts(line.op)
+        drawn = row.key_at is not None and row.precision != "product"
         return bool(
-            row.elementwise or row.reduces or row.casts or row.number is not None
-            or row.moves in ("copy", "shape", "dims", "place", "join")
+            row.elementwise or row.reduces or row.casts or row.number is not None or drawn
+            or row.precision == "sensitive" or row.moves in ("copy", "shape", "dims", "place", "join")
         )  # fmt: skip
