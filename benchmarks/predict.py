@@ -50,7 +50,9 @@ class System:
     prefix: str = ""
 
 
-_MEGATRON_2021 = System(Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True), 0.1)
+_MEGATRON_2021 = System(
+    Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True, half_gradients=True), 0.1
+)
 _MEGATRON = System(Habits(compiled=True))
 _FSDP = System(Habits(compiled=True))
 SYSTEMS: tuple[tuple[str, System], ...] = (
@@ -67,8 +69,8 @@ SYSTEMS: tuple[tuple[str, System], ...] = (
     ("torchtitan", System(Habits(compiled=True), selective="keep products, attention")),
     ("", _MEGATRON),
 )
-"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, and sends that block,
-in Megatron-LM of 2020 to 2022 and what is made of it."""
+"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, sends that block, and
+gradients in fp16, in Megatron-LM of 2020 to 2022 and what is made of it."""
 
 GPUS = (
     ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),

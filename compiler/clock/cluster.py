@@ -75,7 +75,7 @@ class Device:
     process goes on."""
     taken_by_messages: float = _number(_PART, 0.0)
     """The part of a message's time during which the device does not compute: the cores that copy and add."""
-    update: float = _number(_SHARE, 1.0)
+    update: float = _number(Bound(0.01, 10, "a share, as 0.9"), 1.0)
     """The share of the bandwidth at which an optimizer's kernel runs, of that of ``streaming``."""
 
 

@@ -37,8 +37,8 @@ class Habits:
     """False where sums of gradients, and gathers of weights, start when all else is done, and are awaited at once."""
     blocking_sends: bool = False
     """True where a stage waits until the next one has its results."""
-    blocking_gathers: bool = False
-    """True where messages of weights are awaited at once, wherever they stand."""
+    half_gradients: bool = False
+    """True where gradients are summed over ranks in two bytes an entry, whatever programs say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from ..analysis.lifetimes import aliases
 from ..analysis.liveness import local_bytes
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, payload_bytes
+from ..layout.placement import TensorType
+from ..program.actions import BACKWARD, REDUCE
 from ..program.binding import Binding
 from ..program.plain import on_their_way
 from ..program.program import Function, Line, Program
@@ -126,13 +128,6 @@ class ProgramClock:
                 together = [line] if number is None else self._together(function, line)
                 for one in together:
                     arriving.update((value.name, message) for value in one.made)
-                if self._blocks(line):
-                    for one in together:
-                        for value in one.made:
-                            arriving.pop(value.name, None)
-                    if message.arrives > now:
-                        spent.wait(message, message.arrives - now)
-                        now = message.arrives
             elif line.op in RINGS:
                 more, axis = self._ring(line, function, time)
                 spent.wait(InFlight(0, axis, line.origin.plan), more)
@@ -151,9 +146,10 @@ class ProgramClock:
                 now = message.arrives
         return ProgramTime(now, spent, left)
 
-    def _blocks(self, line: Line) -> bool:
-        """Return whether the process waits for a message where it stands, by the habits of the system."""
-        return self.habits.blocking_gathers and line.op == "parc.all_gather" and MESSAGE in dict(line.kwargs)
+    def _sums_gradients(self, line: Line, type_: TensorType) -> bool:
+        """Return whether a message sums gradients: of blocks' weights over ranks, once a step."""
+        sums = line.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_reduce_among")
+        return sums and len(type_.shape) > 0 and self.program.action in (BACKWARD, REDUCE)
 
     def _together(self, function: Function, first: Line) -> Sequence[Line]:
         return [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
@@ -177,6 +173,8 @@ class ProgramClock:
             there, rows = type_.packed or (1, 1)
             sent = row.travelling([values[name].type for name in line.uses])
             size = sum(payload_bytes(line.op, t.local(mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
+            if self.habits.half_gradients and function in self.program.mains and self._sums_gradients(line, type_):
+                size //= type_.dtype.itemsize // 2
             number = dict(line.kwargs).get(MESSAGE)
             key = first.setdefault((line.op, number), id(line)) if number is not None else id(line)
             before = sizes[key][2] if key in sizes else 0.0
