@@ -18,6 +18,8 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+    from parc.compiler.clock.cluster import Cluster, ClusterError
+    from parc.compiler.plan.plan import Plan
 
 _PAGE = FileKind(
     "a page of parc's", re.compile(rb'(?s)\s*<!DOCTYPE html>.{,400}<meta name="generator" content="parc">')
@@ -59,8 +61,13 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if args.expand:
         return _print_expanded(args)
+    if not args.time and (args.cluster or args.tokens or args.compile):
+        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`")
+        return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
+    if args.time and (code := _without_cluster(args, plan_at(args, args.target), real_path(args.target).parent)):
+        return code
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
         from parc.cli.build import build_plan
 
@@ -141,24 +148,51 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     return 0
 
 
+def _cluster_of(args: argparse.Namespace, plan: Plan, folder: Path) -> Cluster:
+    """Return the cluster of the command line, or of the plan.
+
+    Raises:
+        ClusterError: there is none, or its file is wrong.
+    """
+    from parc.compiler.clock.cluster import ClusterError, find_cluster
+
+    if args.cluster is not None:
+        return find_cluster(args.cluster)
+    if plan.cluster is not None:
+        return find_cluster(plan.cluster.name, folder)
+    help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
+    raise ClusterError("`--time` needs a cluster", help_)
+
+
+def _without_cluster(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
+    """Say what is wrong with the cluster, before a plan is built; 0 if nothing is."""
+    from parc.compiler.clock.cluster import ClusterError
+
+    try:
+        _cluster_of(args, plan, folder)
+    except ClusterError as error:
+        return _say_cluster(error)
+    return 0
+
+
+def _say_cluster(error: ClusterError) -> int:
+    say(f"parc show: {error}")
+    say(f"help: {error.help}")
+    return 1
+
+
 def _show_time(args: argparse.Namespace, build: Build) -> int:
     """Print the time of a step on a cluster, the waits, and the most expensive lines of the plan."""
-    from parc.compiler.clock.cluster import ClusterError, find_cluster
+    from parc.compiler.clock.cluster import ClusterError
     from parc.compiler.clock.lines import Habits
     from parc.report import plan_of
     from parc.step_time import line_rows, memory_words, price, step_json, time_rows
 
     plan = plan_of(build)
     try:
-        if args.cluster is None and plan.cluster is None:
-            help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
-            raise ClusterError("`--time` needs a cluster", help_)
-        cluster = find_cluster(plan.cluster.name, build.folder) if args.cluster is None else find_cluster(args.cluster)
-        step = price(build, plan, cluster, Habits(compiled=args.compile))
+        step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
     except ClusterError as error:
-        say(f"parc show: {error}")
-        say(f"help: {error.help}")
-        return 1
+        return _say_cluster(error)
     if args.json:
         print_json(step_json(step, args.tokens))
         return 0
