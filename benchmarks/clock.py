@@ -12,7 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.turns import ROOT
 
 STEPS = 12
 _HEAD = """\
+model {model}
 input {tokens} int64 [B, S]
 input targets int64 [B, S]
 sizes B={batch}, S={length}
@@ -31,12 +32,21 @@ data synthetic
 optimizer adamw lr 1e-3
 seed 1
 """
-_GPT = ('model "{root}/examples/gpt.py:GPT" (layers=4, width=256, heads=4, vocab=2048, length=128)\n'
-        + _HEAD.replace("{tokens}", "tokens").replace("{output}", "output"))  # fmt: skip
-_LLAMA = ('model "{root}/examples/llama.py:llama" (layers=4, width=256, heads=8, kv_heads=4, ffn=704, vocab=2048, length=256)\n'
-          + _HEAD.replace("{tokens}", "input_ids").replace("{output}", "output.logits"))  # fmt: skip
-_MOE = ('model "{root}/examples/moe.py:mixtral" (layers=2, width=256, heads=4, kv_heads=2, ffn=256, experts=8, top=2, vocab=1024,'
-        " length=128)\n" + _HEAD.replace("{tokens}", "input_ids").replace("{output}", "output.logits"))  # fmt: skip
+_MODELS = {
+    "gpt": (
+        '"{root}/examples/gpt.py:GPT" (layers=4, width=256, heads=4, vocab=2048, length=128)',
+        16, 128, "tokens", "output",
+    ),
+    "llama": (
+        '"{root}/examples/llama.py:llama" (layers=4, width=256, heads=8, kv_heads=4, ffn=704, vocab=2048, length=256)',
+        8, 256, "input_ids", "output.logits",
+    ),
+    "moe": (
+        '"{root}/examples/moe.py:mixtral" (layers=2, width=256, heads=4, kv_heads=2, ffn=256, experts=8, top=2,'
+        " vocab=1024, length=128)", 16, 128, "input_ids", "output.logits",
+    ),
+}  # fmt: skip
+"""The models: their lines, the samples of a step, the tokens of a sample, and the names of the input and the logits."""
 _GPT_TP = """\
 column blocks.*.attn.qkv over tp rows (3 h/tp d)
 row blocks.*.attn.out over tp
@@ -57,33 +67,41 @@ class Config:
     @property
     def text(self) -> str:
         """The plan's text."""
-        head, batch, length, tokens = {
-            "gpt": (_GPT, 16, 128, "tokens"), "llama": (_LLAMA, 8, 256, "input_ids"), "moe": (_MOE, 16, 128, "input_ids"),
-        }[self.model]  # fmt: skip
-        text = head.replace("{root}", str(ROOT)).replace("{batch}", str(batch)).replace("{length}", str(length))
-        return text + self.lines.replace("{tokens}", tokens)
+        model, batch, length, tokens, output = _MODELS[self.model]
+        values = {"model": model.replace("{root}", str(ROOT)), "tokens": tokens, "output": output}
+        head = _HEAD.format(batch=batch, length=length, **values)
+        return head + self.lines.replace("{tokens}", tokens)
 
 
-def configs() -> Iterator[Config]:
-    """Yield the plans."""
-    one, two = "mesh dp=1\n", "mesh dp=2\nshard {tokens}, targets [B/dp, _]\n"
-    stages = "mesh pp=2\nstage balanced over pp\nschedule {} microbatches 4\n"
-    yield from (Config("gpt", name, lines) for name, lines in (
-        ("1 rank", one), ("1 rank, 4 microbatches", one + "schedule microbatches 4\n"), ("1 rank, recompute", one + "recompute blocks.*\n"),
-        ("dp 2", two), ("dp 2, zero 1", two + "zero 1 over dp\n"), ("dp 2, zero 3", two + "zero 3 over dp\n"),
-        ("tp 2", "mesh tp=2\n" + _GPT_TP), ("pp 2, gpipe", stages.format("gpipe")), ("pp 2, 1f1b", stages.format("1f1b")),
-    ))  # fmt: skip
-    tp = 'mesh tp=2\ninclude "parc:llama" (tp=2)\n'
-    yield from (Config("llama", name, lines) for name, lines in (
-        ("1 rank", one), ("1 rank, recompute", one + "recompute model.layers.*\n"), ("dp 2", two), ("dp 2, zero 2", two + "zero 2 over dp\n"),
-        ("tp 2", tp), ("tp 2, sequence", tp + "sequence model.layers.* over tp\n"), ("pp 2, 1f1b", stages.format("1f1b")),
-        ("cp 2, ring", "mesh cp=2\ncontext model.layers.* dim S over cp using ring\n"),
-    ))  # fmt: skip
-    experts = "experts model.layers.*.mlp.experts over {} dropless\n"
-    yield from (Config("moe", name, lines) for name, lines in (
-        ("1 rank", one), ("1 rank, 2 microbatches", one + "schedule microbatches 2\n"), ("dp 2", two), ("dp 2, zero 1", two + "zero 1 over dp\n"),
-        ("experts over dp 2", two + experts.format("dp")),
-    ))  # fmt: skip
+_TWO = "mesh dp=2\nshard {tokens}, targets [B/dp, _]\n"
+_STAGES = "mesh pp=2\nstage balanced over pp\nschedule SCHEDULE microbatches 4\n"
+_LLAMA_TP = 'mesh tp=2\ninclude "parc:llama" (tp=2)\n'
+_EP = "mesh ep=2\nshard {tokens}, targets [B/ep, _]\nexperts model.layers.*.mlp.experts over ep dropless\n"
+CONFIGS = (
+    Config("gpt", "1 rank", "mesh dp=1\n"),
+    Config("gpt", "1 rank, 4 microbatches", "mesh dp=1\nschedule microbatches 4\n"),
+    Config("gpt", "1 rank, recompute", "mesh dp=1\nrecompute blocks.*\n"),
+    Config("gpt", "dp 2", _TWO),
+    Config("gpt", "dp 2, zero 1", _TWO + "zero 1 over dp\n"),
+    Config("gpt", "dp 2, zero 3", _TWO + "zero 3 over dp\n"),
+    Config("gpt", "tp 2", "mesh tp=2\n" + _GPT_TP),
+    Config("gpt", "pp 2, gpipe", _STAGES.replace("SCHEDULE", "gpipe")),
+    Config("gpt", "pp 2, 1f1b", _STAGES.replace("SCHEDULE", "1f1b")),
+    Config("llama", "1 rank", "mesh dp=1\n"),
+    Config("llama", "1 rank, recompute", "mesh dp=1\nrecompute model.layers.*\n"),
+    Config("llama", "dp 2", _TWO),
+    Config("llama", "dp 2, zero 2", _TWO + "zero 2 over dp\n"),
+    Config("llama", "tp 2", _LLAMA_TP),
+    Config("llama", "tp 2, sequence", _LLAMA_TP + "sequence model.layers.* over tp\n"),
+    Config("llama", "pp 2, 1f1b", _STAGES.replace("SCHEDULE", "1f1b")),
+    Config("llama", "cp 2, ring", "mesh cp=2\ncontext model.layers.* dim S over cp using ring\n"),
+    Config("moe", "1 rank", "mesh dp=1\n"),
+    Config("moe", "1 rank, 2 microbatches", "mesh dp=1\nschedule microbatches 2\n"),
+    Config("moe", "dp 2", _TWO),
+    Config("moe", "dp 2, zero 1", _TWO + "zero 1 over dp\n"),
+    Config("moe", "ep 2", _EP),
+)
+"""The plans."""
 
 
 def parc(*words: object) -> str:
@@ -92,7 +110,9 @@ def parc(*words: object) -> str:
     Raises:
         SystemExit: it fails; its messages are printed.
     """
-    ended = subprocess.run([sys.executable, "-m", "parc", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "parc", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if ended.returncode:
         sys.exit(ended.stderr)
     return ended.stdout
@@ -118,7 +138,7 @@ def main() -> None:
         BUILDS.mkdir(parents=True, exist_ok=True)
         parc("cluster", "measure", "-o", cluster)
     rows: list[tuple[Config, float, float, dict[str, Any]]] = []
-    for at, config in enumerate(configs()):
+    for at, config in enumerate(CONFIGS):
         if args.only not in f"{config.model} {config.name}":
             continue
         build = built(BUILDS / f"clock{at}", config.text)
@@ -135,7 +155,10 @@ def print_summary(rows: Sequence[tuple[Config, float, float, dict[str, Any]]]) -
     """Print errors and ranks."""
     errors = [abs(predicted / seconds - 1) for _, seconds, predicted, _ in rows]
     _, scalar, after = error_after_scalar([(seconds, predicted) for _, seconds, predicted, _ in rows])
-    print(f"{len(rows)} plans: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}; after {scalar:.3f}: {after:.1%}")
+    print(
+        f"{len(rows)} plans: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%};"
+        f" after {scalar:.3f}: {after:.1%}"
+    )
     for model in dict.fromkeys(config.model for config, *_ in rows):
         pairs = [(seconds, predicted) for config, seconds, predicted, _ in rows if config.model == model]
         if len(pairs) > 2:

@@ -69,8 +69,8 @@ SYSTEMS: tuple[tuple[str, System], ...] = (
     ("torchtitan", System(Habits(compiled=True), selective="keep products, attention")),
     ("", _MEGATRON),
 )
-"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, sends that block, and
-gradients in fp16, in Megatron-LM of 2020 to 2022 and what is made of it."""
+"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, sends that block,
+and gradients in fp16, in Megatron-LM of 2020 to 2022 and what is made of it."""
 
 GPUS = (
     ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),
@@ -111,6 +111,49 @@ def number(row: Row, key: str) -> int:
         raise Inexpressible(f"`{key}` is {text!r}") from None
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a row: axes, microbatches, chunks, and the model."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    count: int
+    """Microbatches."""
+    chunks: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool
+
+    @classmethod
+    def of(cls, row: Row) -> Shape:
+        """Read the sizes of a row.
+
+        Raises:
+            Inexpressible: they do not divide, or a schedule does not take them.
+        """
+        world, tp, pp, cp = (number(row, key) for key in ("n_gpus", "tp", "pp", "cp"))
+        dp = world // (tp * pp * cp)
+        batch = number(row, "global_batch")
+        micro = min(number(row, "micro_batch"), max(1, batch // max(1, dp)))
+        if dp * tp * pp * cp != world or batch % (dp * micro):
+            raise Inexpressible("the axes do not make up the GPUs, or do not divide the batch")
+        count, chunks = batch // (dp * micro), 1
+        if pp > 1 and ("interleaved" in row["schedule"] or row["schedule"] == "1F1B-I"):
+            most = number(row, "layers") // pp
+            chunks = most if row["vpp"].startswith("max") else number(row, "vpp")
+        if pp > 1 and (count % pp if chunks > 1 else count < pp):
+            raise Inexpressible("too few microbatches for the stages, or no multiple of them")
+        heads = number(row, "heads")
+        kv_heads = number(row, "kv_heads") if row["kv_heads"] else heads
+        if number(row, "hidden") % heads or heads % tp or (kv_heads % tp and tp % kv_heads):
+            raise Inexpressible("heads that the ranks do not divide")
+        ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * number(row, "hidden")
+        return cls(dp, tp, pp, cp, count, chunks, heads, kv_heads, ffn, row["gated_mlp"] not in ("", "0", "0.0"))
+
+
 def case_of(row: Row) -> Case:
     """Return the plan that a row's columns say.
 
@@ -125,67 +168,54 @@ def case_of(row: Row) -> Case:
         raise Inexpressible(f"products in {row['precision']}")
     if row["family"] == "moe" or number(row, "ep") > 1:
         raise Inexpressible("experts")
-    schedule = row["schedule"]
-    if schedule.startswith("ZB"):
-        raise Inexpressible(f"the schedule {schedule}")
-    world, tp, pp, cp = (number(row, key) for key in ("n_gpus", "tp", "pp", "cp"))
-    dp = world // (tp * pp * cp)
-    if dp * tp * pp * cp != world:
-        raise Inexpressible("the axes do not make up the GPUs")
-    batch, micro, layers = number(row, "global_batch"), number(row, "micro_batch"), number(row, "layers")
-    micro = min(micro, max(1, batch // dp))
-    if batch % (dp * micro):
-        raise Inexpressible(f"a batch of {batch} in microbatches of {micro} on {dp} ranks")
-    count = batch // (dp * micro)
-    chunks = 1
-    if pp > 1 and "interleaved" in schedule or schedule == "1F1B-I":
-        chunks = layers // pp if row["vpp"].startswith("max") else number(row, "vpp")
-    if chunks > 1 and count % pp:
-        raise Inexpressible(f"{count} microbatches, interleaved on {pp} ranks")
-    if pp > 1 and chunks == 1 and count < pp:
-        raise Inexpressible(f"{count} microbatches on {pp} stages of 1F1B")
-    gated = number(row, "gated_mlp") if row["gated_mlp"] else 0
-    width, heads, vocab = number(row, "hidden"), number(row, "heads"), number(row, "vocab")
-    kv = number(row, "kv_heads") if row["kv_heads"] else heads
-    ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
-    vocab = math.ceil(vocab / (128 * tp)) * 128 * tp
-    tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not gated
-    zero = ZERO.get(row["zero_stage"], 0)
-    node = int(number(row, "gpus_per_node")) if row["gpus_per_node"] else 8
-    each = math.ceil(layers / (pp * chunks))
-    if width % heads or heads % tp or (kv % tp and tp % kv):
-        raise Inexpressible(f"{heads} heads of {kv} on {tp} ranks")
-    lines = [
-        'model "./predict_models.py:Transformer" (layers=$layers, width=%d, heads=%d, kv_heads=%d, ffn=%d, vocab=%d,'
-        " length=%d, gated=%s, tied=%s, dropout=%g)" % (width, heads, kv, ffn, vocab, number(row, "seq_len"),
-        str(bool(gated)).lower(), str(tied).lower(), system.dropout),
-        "input tokens int64 [B, S]", "input targets int64 [B, S]", f"sizes B={batch}, S={number(row, 'seq_len')}",
-        "loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1",
-        f"precision {PRECISIONS[row['precision']]}",
-        f"mesh pp={pp}, dp={dp}, cp={cp}, tp={tp}",
-        "shard tokens, targets [B/dp, _]",
-    ]  # fmt: skip
-    lines += [f"schedule {'interleaved' if chunks > 1 else '1f1b' if pp > 1 else ''} microbatches {count}"
-              + (f" chunks {chunks}" if chunks > 1 else "")]  # fmt: skip
-    if pp * chunks > 1:
-        lines.append("stage before blocks.{$cuts} over pp")
-    if tp > 1:
-        lines += ["column blocks.*.attn.{q,k,v}, blocks.*.mlp.up over tp", "row blocks.*.attn.out, blocks.*.mlp.down over tp",
-                  "vocab embed, head over tp"]  # fmt: skip
-        if gated:
-            lines.append("column blocks.*.mlp.gate over tp")
-        if number(row, "seq_parallel"):
-            lines.append("sequence blocks.* over tp")
-    if cp > 1:
-        lines.append("context blocks.* dim S over cp using zigzag")
-    if zero and dp > 1:
-        lines.append(f"zero {zero} over dp")
-    if row["recompute"] == "full":
-        lines.append("recompute blocks.*")
-    elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
-        lines.append(f"recompute blocks.* {system.selective}")
+    if row["schedule"].startswith("ZB"):
+        raise Inexpressible(f"the schedule {row['schedule']}")
+    shape = Shape.of(row)
+    text = "\n".join([*_model_lines(row, shape, system), *_placements(row, shape, system)])
+    node = number(row, "gpus_per_node") if row["gpus_per_node"] else 8
     nic = float(row["nic_GBps_per_gpu"] or 0) * 1e9
-    return Case("\n".join(lines), cluster, node, nic, system.habits, each, pp * chunks, batch)
+    stages = shape.pp * shape.chunks
+    each = math.ceil(number(row, "layers") / stages)
+    return Case(text, cluster, node, nic, system.habits, each, stages, number(row, "global_batch"))
+
+
+def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
+    """Yield the lines of the model, its data and its update."""
+    words = 128 * shape.tp
+    vocab, length = math.ceil(number(row, "vocab") / words) * words, number(row, "seq_len")
+    tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not shape.gated
+    flags = f"gated={str(shape.gated).lower()}, tied={str(tied).lower()}, dropout={system.dropout:g}"
+    width = number(row, "hidden")
+    yield (f'model "./predict_models.py:Transformer" (layers=$layers, width={width}, heads={shape.heads},'
+           f" kv_heads={shape.kv_heads}, ffn={shape.ffn}, vocab={vocab}, length={length}, {flags})")  # fmt: skip
+    yield from ("input tokens int64 [B, S]", "input targets int64 [B, S]")
+    yield f"sizes B={number(row, 'global_batch')}, S={length}"
+    yield from ("loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1")
+    yield f"precision {PRECISIONS[row['precision']]}"
+
+
+def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
+    """Yield the lines that place the model and order its work. Megatron's ranks lie as here: tensors innermost."""
+    yield f"mesh pp={shape.pp}, dp={shape.dp}, cp={shape.cp}, tp={shape.tp}"
+    yield "shard tokens, targets [B/dp, _]"
+    name = "interleaved" if shape.chunks > 1 else "1f1b" if shape.pp > 1 else ""
+    chunks = f" chunks {shape.chunks}" if shape.chunks > 1 else ""
+    yield f"schedule {name} microbatches {shape.count}{chunks}"
+    if shape.pp * shape.chunks > 1:
+        yield "stage before blocks.{$cuts} over pp"
+    if shape.tp > 1:
+        yield f"column blocks.*.attn.{{q,k,v}}, blocks.*.mlp.{'{up,gate}' if shape.gated else 'up'} over tp"
+        yield from ("row blocks.*.attn.out, blocks.*.mlp.down over tp", "vocab embed, head over tp")
+        if number(row, "seq_parallel"):
+            yield "sequence blocks.* over tp"
+    if shape.cp > 1:
+        yield "context blocks.* dim S over cp using zigzag"
+    if (zero := ZERO.get(row["zero_stage"], 0)) and shape.dp > 1:
+        yield f"zero {zero} over dp"
+    if row["recompute"] == "full":
+        yield "recompute blocks.*"
+    elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
+        yield f"recompute blocks.* {system.selective}"
 
 
 def cluster_of(case: Case) -> Cluster:
@@ -281,6 +311,7 @@ def error_after_scalar(pairs: Sequence[tuple[float, float]]) -> tuple[float, flo
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the correlation of ranks."""
+
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(values)
         return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
@@ -302,7 +333,9 @@ def model_flops(row: Row) -> float:
     ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
     gated = row["gated_mlp"] not in ("", "0", "0.0")
     length = number(row, "seq_len")
-    token = layers * (2 * width * width * (2 + 2 * kv / heads) + 4 * length * width + 2 * width * ffn * (3 if gated else 2))
+    token = layers * (
+        2 * width * width * (2 + 2 * kv / heads) + 4 * length * width + 2 * width * ffn * (3 if gated else 2)
+    )
     return 3 * (token + 2 * width * number(row, "vocab")) * length * number(row, "global_batch")
 
 
@@ -319,7 +352,9 @@ def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
         of = [(row, case, s) for row, case, s in rows if row["source"] == source]
         pairs = [(float(row["iter_time_s"]), s) for row, _, s in of]
         raw, scalar, after = error_after_scalar(pairs)
-        _, _, constant = error_after_scalar([(float(row["iter_time_s"]), constant_mfu(row, case)) for row, case, _ in of])
+        _, _, constant = error_after_scalar(
+            [(float(row["iter_time_s"]), constant_mfu(row, case)) for row, case, _ in of]
+        )
         yield f"{source[:62]:62} {len(of):4} {raw:7.1%} {scalar:7.3f} {after:7.1%} {constant:13.1%}"
     yield ""
     yield f"{'group':44} {'rows':>4} {'Spearman':>9} {'regret':>7}"

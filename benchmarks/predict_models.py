@@ -24,7 +24,9 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         q, k, v = (t.view(batch, length, -1, self.size).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x)))
         if cos is not None and sin is not None:
-            q, k = (t * cos + torch.cat((-t[..., self.size // 2 :], t[..., : self.size // 2]), -1) * sin for t in (q, k))
+            q, k = (
+                t * cos + torch.cat((-t[..., self.size // 2 :], t[..., : self.size // 2]), -1) * sin for t in (q, k)
+            )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 

@@ -1,5 +1,5 @@
-"""The measurement of this machine for a cluster's file: lines of programs, run as a run runs them, by one rank alone and
-by two at once."""
+"""The measurement of this machine for a cluster's file: lines of programs, run as a run runs them, by one rank alone
+and by two at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-_REPEATS, _LEAST_S = 7, 2e-3
-"""The runs of a probe, of which the fastest counts, and the least time of one, for which a line is repeated."""
+_REPEATS, _MOST_REPEATS, _BUDGET_S, _LEAST_S = 7, 60, 0.4, 2e-3
+"""The runs of a probe, of which the fastest counts: the least number, the most, and the seconds after which no more are
+made; and the least time of a run, for which a line is repeated."""
 _SHAPES = ((256, 256, 256), (512, 512, 512), (1024, 128, 512), (256, 2048, 128), (1024, 512, 64), (512, 512, 2048),
            (1024, 1024, 1024))  # fmt: skip
 """The products that are measured: rows, columns, inner dim."""
@@ -95,13 +96,17 @@ def operator_probes(entries: int) -> Iterator[Probe]:
     for name in ("gelu_backward", "silu_backward"):
         yield Probe(name, pair, f"aten.{name}.default(g, x)", f"f32[{entries // 64}, 64]")
     yield _unary("pow", "aten.pow.Tensor_Scalar(x, 2)", entries)
-    yield Probe("sum", {"x": f"f32[{entries // 64}, 64]"}, "aten.sum.dim_IntList(x, [1], True)", f"f32[{entries // 64}, 1]")
+    yield Probe(
+        "sum", {"x": f"f32[{entries // 64}, 64]"}, "aten.sum.dim_IntList(x, [1], True)", f"f32[{entries // 64}, 1]"
+    )
     yield Probe("cat", pair, "aten.cat.default([g, x], -1)", f"f32[{entries // 64}, 128]")
     yield Probe("square_sum", {"x": f"f32[{entries}]"}, "parc.square_sum.default(x)", "f32[]")
-    yield Probe("dropout_mask", {"k": "i64[]"}, f"parc.dropout_mask.default(k, [{entries // 64}, 64], 0.1, torch.float32)",
-                f"f32[{entries // 64}, 64]")  # fmt: skip
     rows = entries // 64
-    yield Probe("lookup", {"t": "f32[512, 64]", "i": f"i64[{rows}]"}, "parc.lookup.default(t, i, -1)", f"f32[{rows}, 64]")
+    mask = f"parc.dropout_mask.default(k, [{rows}, 64], 0.1, torch.float32)"
+    yield Probe("dropout_mask", {"k": "i64[]"}, mask, f"f32[{rows}, 64]")
+    yield Probe(
+        "lookup", {"t": "f32[512, 64]", "i": f"i64[{rows}]"}, "parc.lookup.default(t, i, -1)", f"f32[{rows}, 64]"
+    )
     yield Probe("lookup_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
                 "parc.lookup_backward.default(g, i, 512, -1)", "f32[512, 64]")  # fmt: skip
     yield Probe("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
@@ -121,8 +126,12 @@ def message_probes(entries: int) -> Iterator[Probe]:
     rows = entries // 64
     yield Probe("all_reduce", {"x": f"f32[{rows}, 64] +dp"}, "parc.all_reduce(x, 'dp')", f"f32[{rows}, 64]")
     yield Probe("all_gather", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_gather(x, 'dp', 0, 1)", f"f32[{rows}, 64]")
-    yield Probe("reduce_scatter", {"x": f"f32[{rows}, 64] +dp"}, "parc.reduce_scatter(x, 'dp', 0, 1)", f"f32[{rows}/dp, 64]")
-    yield Probe("all_to_all", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_to_all(x, 'dp', 0, 1, 1, 1)", f"f32[{rows}, 64/dp]")
+    yield Probe(
+        "reduce_scatter", {"x": f"f32[{rows}, 64] +dp"}, "parc.reduce_scatter(x, 'dp', 0, 1)", f"f32[{rows}/dp, 64]"
+    )
+    yield Probe(
+        "all_to_all", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_to_all(x, 'dp', 0, 1, 1, 1)", f"f32[{rows}, 64/dp]"
+    )
 
 
 class Bench:
@@ -149,14 +158,20 @@ class Bench:
                 backend = Distributed(self.mesh, [program], self.rank, self.device)
             machine = Machine(program, backend, self.device, reuse=True)
             values = {value.name: self._tensor(value) for value in program.main.parameters}
-            best = min(self._once(machine, values) for _ in range(_REPEATS))
-            if self.world > 1:
-                total = torch.tensor([best])
-                torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.MAX)
-                best = float(total)
+            best = self.fastest(lambda: self._once(machine, values))  # noqa: B023
             if best >= _LEAST_S or count >= 256:
                 return best / count
             count = min(256, max(2 * count, math.ceil(1.2 * count * _LEAST_S / max(best, 1e-6))))
+
+    def fastest(self, once: Callable[[], float]) -> float:
+        """Return the least time of several runs, of the slower rank: all ranks make equally many."""
+        best, spent, count = math.inf, 0.0, 0
+        while count < _REPEATS or (count < _MOST_REPEATS and spent < _BUDGET_S):
+            seconds = torch.tensor([once()], dtype=torch.float64, device=self.device)
+            if self.world > 1:
+                torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
+            best, spent, count = min(best, float(seconds)), spent + float(seconds), count + 1
+        return best
 
     def _tensor(self, value: Any) -> torch.Tensor:
         shape, dtype = value.type.local(self.mesh), value.type.dtype
@@ -193,7 +208,8 @@ def figures(bench: Bench) -> dict[str, Any]:
                      for kind in kinds},
         "sums": [(12 * size_, bench.seconds(sum_probe(size_))) for size_ in (s * more for s in _SIZES)],
         "attention": [work, forward, backward],
-        "operators": {probe.name: (_bytes_of(probe), bench.seconds(probe)) for probe in operator_probes(_ENTRIES * more)},
+        "operators": {probe.name: (_bytes_of(probe), bench.seconds(probe))
+                      for probe in operator_probes(_ENTRIES * more)},
         "entries": _ENTRIES * more, "update": _update(bench, more),
     }  # fmt: skip
     if bench.world > 1:
@@ -229,7 +245,7 @@ def _update(bench: Bench, more: int) -> tuple[int, float]:
         bench._wait()
         return time.perf_counter() - begin
 
-    return 28 * count, min(once() for _ in range(_REPEATS))
+    return 28 * count, bench.fastest(once)
 
 
 def _send(bench: Bench, entries: int) -> float:
@@ -248,7 +264,7 @@ def _send(bench: Bench, entries: int) -> float:
         bench._wait()
         return (time.perf_counter() - begin) / 2
 
-    return min(once() for _ in range(_REPEATS))
+    return bench.fastest(once)
 
 
 def _taken(bench: Bench) -> float:
@@ -269,9 +285,9 @@ def _taken(bench: Bench) -> float:
         bench._wait()
         return time.perf_counter() - begin
 
-    alone = min(once(True, 0) for _ in range(_REPEATS))
-    count = max(1, round(2 * alone / max(1e-6, min(once(False, 8) for _ in range(_REPEATS)) / 8)))
-    quiet, both = (min(once(talk, count) for _ in range(_REPEATS)) for talk in (False, True))
+    alone = bench.fastest(lambda: once(True, 0))
+    count = max(1, round(2 * alone / max(1e-6, bench.fastest(lambda: once(False, 8)) / 8)))
+    quiet, both = (bench.fastest(lambda: once(talk, count)) for talk in (False, True))  # noqa: B023
     return min(1.0, max(0.0, (both - quiet) / alone))
 
 
@@ -319,8 +335,11 @@ def cluster_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any]
     memory = _memory(device)
     rows = [
         f"# {_machine(device)}, measured by `parc cluster measure` with torch {torch.__version__}: the fastest of"
-        f" {_REPEATS} runs of each.",
-        f'name = "{name}"', f'about = "{_machine(device)}"', f'kind = "{device}"', f'names = ["{_machine(device)}"]',
+        f" at least {_REPEATS} runs of each.",
+        f'name = "{name}"',
+        f'about = "{_machine(device)}"',
+        f'kind = "{device}"',
+        f'names = ["{_machine(device)}"]',
         *_device_rows(alone, "", several["taken"] if several is not None else 0.0, memory),
     ]
     rows += ["", "[links.node] # collectives of two ranks, by their latency and their largest size"]
@@ -331,7 +350,11 @@ def cluster_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any]
     rows += ["[storage] # not measured: memory's own bandwidth, and a disk of 1 GB/s", f"host = {_rate(alone):.4g}"]
     rows += ["disk = 1e9", "", "[framework]", "context = 4e8 # torch in one process, resident", "communicator = 1e7"]
     if shared is not None:
-        rows += ["", "# two ranks at once, which share the cores", *_device_rows(shared, "sharing.2.", shared["taken"], memory)]
+        rows += [
+            "",
+            "# two ranks at once, which share the cores",
+            *_device_rows(shared, "sharing.2.", shared["taken"], memory),
+        ]
     return "\n".join(rows) + "\n"
 
 
@@ -343,7 +366,7 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     words = {"f32": "fp32", "bf16": "bf16"}
     call, rate = found["call"], _rate(found)
     work, forward, backward = found["attention"]
-    table = [(size, size / max(seconds - call, 1e-9)) for size, seconds in found["sums"]]
+    table = [(size, size / (seconds - call)) for size, seconds in found["sums"] if seconds > 2 * call]
     slow = {}
     for name, (size, seconds) in found["operators"].items():
         extra = (seconds - call) / found["entries"]
@@ -354,13 +377,21 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     rows = ["", f"[{prefix}peak] # the fastest of {len(_SHAPES)} products"]
     rows += [f"{words[kind]} = {peak:.4g}" for kind, peak in peaks.items()]
     rows += [f"fp16 = {peaks['bf16']:.4g} # not measured: as bf16", f"fp64 = {peaks['f32'] / 2:.4g} # half of fp32"]
-    rows += ["", f"[{prefix}device]", f"memory = {memory:.4g}", f"bandwidth = {rate:.4g} # the largest sum of two tensors"]
+    rows += [
+        "",
+        f"[{prefix}device]",
+        f"memory = {memory:.4g}",
+        f"bandwidth = {rate:.4g} # the largest sum of two tensors",
+    ]
     rows += ["streaming = 1.0", "launch = 0.0", f"call = {call:.3g} # a line of 64 entries"]
     rows += [f"taken_by_messages = {taken:.3g} # of products beside an all-reduce"]
     rows += [f"update = {moved / seconds / rate:.3g} # AdamW over 2 M entries"]
     rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {errors['f32']:.0%}"]
     rows += ["top = 1.0", f"ramp = {ramps['f32']:.4g}"]
-    rows += [f"attention = {flops / forward / peaks['f32']:.3g}", f"attention_backward = {2.5 * flops / backward / peaks['f32']:.3g}"]
+    rows += [
+        f"attention = {flops / forward / peaks['f32']:.3g}",
+        f"attention_backward = {2.5 * flops / backward / peaks['f32']:.3g}",
+    ]
     rows += ["grouped = 0.7 # not measured"]
     rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
     rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
@@ -373,7 +404,9 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
 def _fit(shapes: Sequence[Sequence[float]], call: float) -> tuple[float, float, float]:
     """Return the peak and the ramp of `peak / (1 + ramp / k)` that fit products best, and the mean error."""
     best = (math.inf, 1.0, 0.0)
-    rates = [(inner, 2 * rows * columns * inner / max(seconds - call, 1e-9)) for rows, columns, inner, seconds in shapes]
+    rates = [
+        (inner, 2 * rows * columns * inner / max(seconds - call, 1e-9)) for rows, columns, inner, seconds in shapes
+    ]
     for ramp in range(0, 400, 4):
         peaks = sorted(rate * (1 + ramp / inner) for inner, rate in rates)
         peak = peaks[len(peaks) // 2]
@@ -389,11 +422,12 @@ def _rate(found: Mapping[str, Any]) -> float:
 
 
 def _link_rows(several: Mapping[str, Any] | None, links: Mapping[str, Any] | None) -> list[str]:
-    """Return the numbers of a link, from two sizes of each collective: among two ranks each sends the tensor's own bytes
-    in an all-reduce, and half of them in the others."""
+    """Return the numbers of a link, from two sizes of each collective: among two ranks each sends the tensor's own
+    bytes in an all-reduce, and half of them in the others."""
     if several is None or links is None:
-        return ["bandwidth = 1e9 # not measured: one device", "start = 1e-4", "hop = 0.0",
-                *(f"{name} = 1.0" for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"))]  # fmt: skip
+        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+        first = ["bandwidth = 1e9 # not measured: one device", "start = 1e-4", "hop = 0.0"]
+        return [*first, *(f"{name} = 1.0" for name in kinds)]
     small, _, large = sorted(links, key=int)
     bytes_of = {"all_reduce": 4.0, "all_gather": 2.0, "reduce_scatter": 2.0, "all_to_all": 2.0}
     rates = {name: int(large) * each / max(1e-9, links[large][name] - links[small][name])
@@ -419,7 +453,9 @@ def _machine(device: str) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
     return f"{os.cpu_count()} cores of {model}"
 
 

@@ -165,7 +165,10 @@ def time_rows(step: PricedStep, tokens: float | None = None) -> Iterator[tuple[s
             yield f"axis {name}", f"{place.ranks} ranks {place.words}: {seconds_text(waits)} of waits"
     own = f"context {size_text(int(step.cluster.framework.context))}, buffers of groups {{}}"
     groups = framework_bytes(step) - int(step.cluster.framework.context)
-    yield "framework", f"{size_text(framework_bytes(step))} a rank beside the memory above ({own.format(size_text(groups))})"
+    yield (
+        "framework",
+        f"{size_text(framework_bytes(step))} a rank beside the memory above ({own.format(size_text(groups))})",
+    )
 
 
 def line_rows(step: PricedStep, texts: Mapping[int, str]) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from math import log
@@ -379,4 +379,3 @@ class _Reader:
     def wrong(self, what: str, help: str) -> ClusterError:
         """Return the error of this file."""
         return ClusterError(f"{self.file}: {what}", help)
-

@@ -21,8 +21,8 @@ Part = Literal["products", "other"]
 _CAUSAL_AT = {"parc.attention.default": 5, "parc.attention_backward.default": 8}
 """The position of the argument that says whether attention hides later keys, half of its work."""
 _PASSES = {"parc.attention.default": 7, "parc.attention_backward.default": 9}
-"""The times that unfused attention reads or writes the scores: scaling, mask, softmax (two), dropout (two), the product;
-in backward those of their gradients."""
+"""The times that unfused attention reads or writes the scores: scaling, mask, softmax (two), dropout (two), the
+product; in backward those of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,9 @@ class StepClock:
         read = [value.binding for value in main.parameters if value.binding in clock.arriving] if clock.arriving else ()
         if read:
             arriving = {key: clock.arriving.pop(key) for key in read if key is not None}
-            time = timer.run(main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()})
+            time = timer.run(
+                main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()}
+            )
             self._spend(clock, program, time)
         else:
             time = timer.run(main)
@@ -212,4 +214,3 @@ class StepClock:
             clock.spent.parts["bubble"] += waits - on_the_way
         clock.end(action, max(clock.now, arrives))
         return True
-

@@ -12,7 +12,9 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("list", "show", "measure"), help="what to do")
     parser.add_argument("name", metavar="NAME", nargs="?", help="with show: the cluster, whose file is printed")
     parser.add_argument("-o", dest="out", metavar="FILE", type=Path, help="with measure: the file; default: here.toml")
-    parser.add_argument("--device", metavar="cpu|cuda", choices=("cpu", "cuda"), help="with measure; default: a GPU if there is one")
+    parser.add_argument(
+        "--device", metavar="cpu|cuda", choices=("cpu", "cuda"), help="with measure; default: a GPU if there is one"
+    )
 
 
 def cluster_command(args: argparse.Namespace) -> int:

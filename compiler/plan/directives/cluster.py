@@ -14,8 +14,8 @@ from ..directive import Directive, Scope, argument
 
 @dataclass(frozen=True)
 class ClusterLine(Directive):
-    """The machines that the plan is meant for: `h100-sxm` and others that parc knows, or the path of a file, relative to
-    the plan's folder. `parc show --time` says what a step takes on them, and where the time goes.
+    """The machines that the plan is meant for: `h100-sxm` and others that parc knows, or the path of a file, relative
+    to the plan's folder. `parc show --time` says what a step takes on them, and where the time goes.
 
     A file is TOML: peaks of products by type, memory, links inside a node and across nodes, ranks of a node. `parc
     cluster list` names those that parc knows, `parc cluster show h100-sxm` prints one to copy and change, and `parc

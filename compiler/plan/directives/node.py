@@ -40,7 +40,9 @@ class Node(Directive):
         line = scope.one(ClusterLine)
         cluster = line.known if line is not None else None
         if line is not None and cluster is not None and cluster.ranks != self.ranks:
-            message = f"a node of `{line.name}` has {cluster.ranks} ranks, but this line says {self.ranks}, which counts"
+            message = (
+                f"a node of `{line.name}` has {cluster.ranks} ranks, but this line says {self.ranks}, which counts"
+            )
             related = (Label(line.span, "the cluster"),)
             help_ = "leave this line out, or name a file of a cluster with such nodes"
             yield Diagnostic(OTHER_NODE, message, Label(self.span), related, help=help_, severity=Severity.WARNING)
