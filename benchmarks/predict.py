@@ -41,13 +41,12 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class System:
-    """What a measured system does that its rows do not say."""
+    """The habits of a measured system, which its rows do not say."""
 
     habits: Habits
     dropout: float = 0.0
     selective: str = "keep products"
-    """What ``selective`` recomputation keeps."""
-    prefix: str = ""
+    """The operators that ``selective`` recomputation keeps."""
 
 
 _MEGATRON_2021 = System(

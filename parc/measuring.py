@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from parc.grammar.bounded import read_bounded, read_json
+
 _REPEATS, _MOST_REPEATS, _BUDGET_S, _LEAST_S = 7, 60, 0.4, 2e-3
 """The runs of a probe, of which the fastest counts: the least number, the most, and the seconds after which no more are
 made; and the least time of a run, for which a line is repeated."""
@@ -29,13 +31,13 @@ _SIZES = tuple(1 << power for power in (10, 13, 15, 17, 19, 21, 23))
 _ENTRIES = 1 << 18
 """The entries of other operators."""
 _ON_DEVICE = 16
-"""How many times more entries a GPU gets, which has more to keep busy."""
+"""The factor by which a GPU gets more entries, as it has more to keep busy."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
 """The entries of collectives: latency, and two sizes for the bandwidth."""
 
 
 @dataclass(frozen=True)
-class Probe:
+class TimedLine:
     """A line of a program that is timed: its operands with their types, its results' types, and its operator."""
 
     name: str
@@ -56,30 +58,30 @@ class Probe:
         ])  # fmt: skip
 
 
-def _unary(name: str, line: str, entries: int, kind: str = "f32") -> Probe:
-    return Probe(name, {"x": f"{kind}[{entries // 64}, 64]"}, line, f"{kind}[{entries // 64}, 64]")
+def _unary(name: str, line: str, entries: int, kind: str = "f32") -> TimedLine:
+    return TimedLine(name, {"x": f"{kind}[{entries // 64}, 64]"}, line, f"{kind}[{entries // 64}, 64]")
 
 
-def product_probe(shape: Sequence[int], kind: str) -> Probe:
+def product_probe(shape: Sequence[int], kind: str) -> TimedLine:
     """Return the probe of a product."""
     rows, columns, inner = shape
     operands = {"a": f"{kind}[{rows}, {inner}]", "b": f"{kind}[{inner}, {columns}]"}
-    return Probe("product", operands, "aten.mm.default(a, b)", f"{kind}[{rows}, {columns}]")
+    return TimedLine("product", operands, "aten.mm.default(a, b)", f"{kind}[{rows}, {columns}]")
 
 
-def sum_probe(entries: int) -> Probe:
+def sum_probe(entries: int) -> TimedLine:
     """Return the probe of a line that reads two tensors and writes one."""
     type_ = f"f32[{entries}]"
-    return Probe("sum", {"a": type_, "b": type_}, "aten.mul.Tensor(a, b)", type_)
+    return TimedLine("sum", {"a": type_, "b": type_}, "aten.mul.Tensor(a, b)", type_)
 
 
-def attention_probes(batch: int, heads: int, length: int, size: int) -> tuple[Probe, Probe]:
+def attention_probes(batch: int, heads: int, length: int, size: int) -> tuple[TimedLine, TimedLine]:
     """Return the probes of attention, and of its backward."""
     full, sums = f"f32[{batch}, {heads}, {length}, {size}]", f"f32[{batch}, {heads}, {length}]"
     operands, scale = {"q": full, "k": full, "v": full}, 1 / math.sqrt(size)
-    forward = Probe("attention", operands, f"parc.attention.default(q, k, v, None, None, True, {scale}, 0.0)",
+    forward = TimedLine("attention", operands, f"parc.attention.default(q, k, v, None, None, True, {scale}, 0.0)",
                     f"{full}; {sums}", 2)  # fmt: skip
-    back = Probe(
+    back = TimedLine(
         "attention_backward", {"g": full, **operands, "o": full, "s": sums},
         f"parc.attention_backward.default(g, q, k, v, None, None, o, s, True, {scale}, 0.0)",
         f"{full}; {full}; {full}", 3,
@@ -87,49 +89,49 @@ def attention_probes(batch: int, heads: int, length: int, size: int) -> tuple[Pr
     return forward, back
 
 
-def operator_probes(entries: int) -> Iterator[Probe]:
+def operator_probes(entries: int) -> Iterator[TimedLine]:
     """Yield the probes of operators that may be slower than their bytes."""
     for name, more in (("gelu", ""), ("silu", ""), ("exp", ""), ("rsqrt", ""), ("cos", ""), ("sin", ""), ("log", ""),
                        ("tanh", ""), ("sigmoid", ""), ("_softmax", ", 1, False"), ("neg", "")):  # fmt: skip
         yield _unary(name, f"aten.{name}.default(x{more})", entries)
     pair = {"g": f"f32[{entries // 64}, 64]", "x": f"f32[{entries // 64}, 64]"}
     for name in ("gelu_backward", "silu_backward"):
-        yield Probe(name, pair, f"aten.{name}.default(g, x)", f"f32[{entries // 64}, 64]")
+        yield TimedLine(name, pair, f"aten.{name}.default(g, x)", f"f32[{entries // 64}, 64]")
     yield _unary("pow", "aten.pow.Tensor_Scalar(x, 2)", entries)
-    yield Probe(
+    yield TimedLine(
         "sum", {"x": f"f32[{entries // 64}, 64]"}, "aten.sum.dim_IntList(x, [1], True)", f"f32[{entries // 64}, 1]"
     )
-    yield Probe("cat", pair, "aten.cat.default([g, x], -1)", f"f32[{entries // 64}, 128]")
-    yield Probe("square_sum", {"x": f"f32[{entries}]"}, "parc.square_sum.default(x)", "f32[]")
+    yield TimedLine("cat", pair, "aten.cat.default([g, x], -1)", f"f32[{entries // 64}, 128]")
+    yield TimedLine("square_sum", {"x": f"f32[{entries}]"}, "parc.square_sum.default(x)", "f32[]")
     rows = entries // 64
     mask = f"parc.dropout_mask.default(k, [{rows}, 64], 0.1, torch.float32)"
-    yield Probe("dropout_mask", {"k": "i64[]"}, mask, f"f32[{rows}, 64]")
-    yield Probe(
+    yield TimedLine("dropout_mask", {"k": "i64[]"}, mask, f"f32[{rows}, 64]")
+    yield TimedLine(
         "lookup", {"t": "f32[512, 64]", "i": f"i64[{rows}]"}, "parc.lookup.default(t, i, -1)", f"f32[{rows}, 64]"
     )
-    yield Probe("lookup_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
+    yield TimedLine("lookup_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
                 "parc.lookup_backward.default(g, i, 512, -1)", "f32[512, 64]")  # fmt: skip
-    yield Probe("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
+    yield TimedLine("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
                 "aten.embedding_dense_backward.default(g, i, 512, -1, False)", "f32[512, 64]")  # fmt: skip
     norm = {"x": f"f32[{rows}, 64]", "w": "f32[64]", "b": "f32[64]"}
-    yield Probe("native_layer_norm", norm, "aten.native_layer_norm.default(x, [64], w, b, 1e-05)",
+    yield TimedLine("native_layer_norm", norm, "aten.native_layer_norm.default(x, [64], w, b, 1e-05)",
                 f"f32[{rows}, 64]; f32[{rows}, 1]; f32[{rows}, 1]", 3)  # fmt: skip
-    yield Probe(
+    yield TimedLine(
         "native_layer_norm_backward", {"g": f"f32[{rows}, 64]", **norm, "m": f"f32[{rows}, 1]", "r": f"f32[{rows}, 1]"},
         "aten.native_layer_norm_backward.default(g, x, [64], m, r, w, b, [True, True, True])",
         f"f32[{rows}, 64]; f32[64]; f32[64]", 3,
     )  # fmt: skip
 
 
-def message_probes(entries: int) -> Iterator[Probe]:
+def message_probes(entries: int) -> Iterator[TimedLine]:
     """Yield the probes of collectives over two ranks, whose whole tensor has so many entries."""
     rows = entries // 64
-    yield Probe("all_reduce", {"x": f"f32[{rows}, 64] +dp"}, "parc.all_reduce(x, 'dp')", f"f32[{rows}, 64]")
-    yield Probe("all_gather", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_gather(x, 'dp', 0, 1)", f"f32[{rows}, 64]")
-    yield Probe(
+    yield TimedLine("all_reduce", {"x": f"f32[{rows}, 64] +dp"}, "parc.all_reduce(x, 'dp')", f"f32[{rows}, 64]")
+    yield TimedLine("all_gather", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_gather(x, 'dp', 0, 1)", f"f32[{rows}, 64]")
+    yield TimedLine(
         "reduce_scatter", {"x": f"f32[{rows}, 64] +dp"}, "parc.reduce_scatter(x, 'dp', 0, 1)", f"f32[{rows}/dp, 64]"
     )
-    yield Probe(
+    yield TimedLine(
         "all_to_all", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_to_all(x, 'dp', 0, 1, 1, 1)", f"f32[{rows}, 64/dp]"
     )
 
@@ -143,7 +145,7 @@ class Bench:
         self.rank, self.world, self.device = rank, world, device
         self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
 
-    def seconds(self, probe: Probe) -> float:
+    def seconds(self, probe: TimedLine) -> float:
         """Return the least time of a line."""
         from parc.compiler.program.text import parse_program
         from parc.runtime.backends.distributed import Distributed
@@ -221,7 +223,7 @@ def figures(bench: Bench) -> dict[str, Any]:
     return result
 
 
-def _bytes_of(probe: Probe) -> int:
+def _bytes_of(probe: TimedLine) -> int:
     """Return the bytes of a probe's operands and results."""
     from parc.compiler.layout.mesh import Mesh
     from parc.compiler.layout.placement import parse_type
@@ -307,7 +309,7 @@ def measured(ranks: int, device: str) -> dict[str, Any]:
         workers = [subprocess.Popen([*words, str(rank)], env=variables) for rank in range(ranks)]
         if any(worker.wait() for worker in workers):
             raise RuntimeError("a process that measures failed; its message is above")
-        return dict(json.loads(out.read_text(encoding="utf-8")))
+        return dict(read_json(out))
 
 
 def work(ranks: int, device: str, store: str, out: str, rank: int) -> None:
@@ -328,7 +330,7 @@ def work(ranks: int, device: str, store: str, out: str, rank: int) -> None:
 # ---- the file
 
 
-def cluster_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any] | None, device: str) -> str:
+def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any] | None, device: str) -> str:
     """Return the text of a cluster's file, from the measurements of one rank and, if there are any, of two at once."""
     shared = several if device == "cpu" else None
     links = several["messages"] if several is not None else None
@@ -450,7 +452,7 @@ def _machine(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name(0)
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(Path("/proc/cpuinfo"), 1 << 20).decode().splitlines()
     except OSError:
         lines = []
     model = next(

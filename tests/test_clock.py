@@ -20,7 +20,7 @@ from parc.compiler.clock.cluster import (
     shipped,
 )
 from parc.compiler.clock.lines import Habits, product_seconds
-from parc.compiler.clock.links import Links, Place
+from parc.compiler.clock.links import Links, RankPlace
 from parc.compiler.clock.programs import ProgramClock
 from parc.compiler.clock.step import StepClock, StepTime
 from parc.compiler.layout.mesh import Mesh
@@ -113,8 +113,8 @@ def test_an_all_reduce_is_its_ring_in_closed_form() -> None:
 def test_a_ring_across_nodes_has_the_nics_of_its_ranks_in_a_node() -> None:
     cluster, size = bare(), 1e9
     inner, outer = Mesh.parse("dp=16"), Mesh.parse("dp=4, tp=8")
-    assert Links(inner, cluster, 8).place(("dp",)) == Place(16, 2, 8)
-    assert Links(outer, cluster, 8).place(("dp",)) == Place(4, 4, 1)
+    assert Links(inner, cluster, 8).place(("dp",)) == RankPlace(16, 2, 8)
+    assert Links(outer, cluster, 8).place(("dp",)) == RankPlace(4, 4, 1)
     assert Links(inner, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(size / (8 * 50e9))
     assert Links(outer, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(size / 50e9)
     assert Links(outer, cluster, 8).seconds("all_gather", ("tp",), size) == pytest.approx(size / 450e9)

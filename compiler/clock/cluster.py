@@ -12,12 +12,14 @@ from functools import cache
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ...grammar.bounded import real_path
+from ...grammar.bounded import read_bounded, real_path
 from ...grammar.nearest import did_you_mean, listed
 
 _SHIPPED = Path(__file__).resolve().parent / "clusters"
+_MOST_BYTES = 1 << 20
+"""The most bytes of a file."""
 ALGORITHMS = ("ring", "tree", "nvls")
 """The ways in which a library makes an all-reduce."""
 TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
@@ -35,7 +37,7 @@ class ClusterError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class NumberBound:
     """The least and the most that a number may be, and the words for what is expected."""
 
     low: float
@@ -44,17 +46,17 @@ class Bound:
     whole: bool = False
 
 
-_BYTES = Bound(1e6, 1e15, "bytes, as 80e9")
-_SOME_BYTES = Bound(0, 1e13, "bytes, as 1.2e9, or 0")
-_RATE = Bound(1e6, 1e14, "bytes a second, as 3.35e12")
-_SECONDS = Bound(0, 0.1, "seconds, as 4e-6")
-_SHARE = Bound(0.01, 1.5, "a share, as 0.8")
-_PART = Bound(0, 1, "a share from 0 to 1")
-_RANKS = Bound(1, 1e6, "a whole number of at least 1", True)
-_FLOPS = Bound(1e8, 1e17, "operations a second, as 989e12")
+_BYTES = NumberBound(1e6, 1e15, "bytes, as 80e9")
+_SOME_BYTES = NumberBound(0, 1e13, "bytes, as 1.2e9, or 0")
+_RATE = NumberBound(1e6, 1e14, "bytes a second, as 3.35e12")
+_SECONDS = NumberBound(0, 0.1, "seconds, as 4e-6")
+_SHARE = NumberBound(0.01, 1.5, "a share, as 0.8")
+_PART = NumberBound(0, 1, "a share from 0 to 1")
+_RANKS = NumberBound(1, 1e6, "a whole number of at least 1", True)
+_FLOPS = NumberBound(1e8, 1e17, "operations a second, as 989e12")
 
 
-def _number(bound: Bound, default: float | None = None) -> Any:
+def _number(bound: NumberBound, default: float | None = None) -> Any:
     """Declare a number of a section; without a default a file must have it."""
     return field(metadata={"bound": bound, "default": default})
 
@@ -75,12 +77,12 @@ class Device:
     process goes on."""
     taken_by_messages: float = _number(_PART, 0.0)
     """The part of a message's time during which the device does not compute: the cores that copy and add."""
-    update: float = _number(Bound(0.01, 10, "a share, as 0.9"), 1.0)
+    update: float = _number(NumberBound(0.01, 10, "a share, as 0.9"), 1.0)
     """The share of the bandwidth at which an optimizer's kernel runs, of that of ``streaming``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class ProductShares:
     """The efficiency of products by shape: ``top * whole tiles / (1 + ramp / k)``.
 
     A product of ``[m, k]`` and ``[k, n]`` is cut into tiles, which ``units`` work on at once, so the last round may
@@ -90,7 +92,7 @@ class Products:
 
     top: float = _number(_SHARE)
     """The share of the peak that the largest products reach."""
-    ramp: float = _number(Bound(0, 1e5, "a number of steps of the inner dim, as 200"))
+    ramp: float = _number(NumberBound(0, 1e5, "a number of steps of the inner dim, as 200"))
     units: float = _number(_RANKS, 1.0)
     attention: float = _number(_SHARE)
     """The share of the peak of attention's forward, counted without the hidden half of a causal mask."""
@@ -121,9 +123,9 @@ class Framework:
     """The framework's own bytes on a device, which no program holds."""
 
     context: float = _number(_SOME_BYTES)
-    """Of the process: the driver's context and the libraries' workspaces."""
+    """The process's own: the driver's context and the libraries' workspaces."""
     communicator: float = _number(_SOME_BYTES)
-    """Of each group of ranks that the rank is in."""
+    """The buffers of each group of ranks that the rank is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class Storage:
 
 
 _SECTIONS: Mapping[str, type] = {
-    "device": Device, "products": Products, "links.node": Link, "links.network": Link, "framework": Framework,
+    "device": Device, "products": ProductShares, "links.node": Link, "links.network": Link, "framework": Framework,
     "storage": Storage,
 }  # fmt: skip
 _KEYS = ("name", "about", "kind", "names", "peak", "library", "node", "sharing", "operators", "tiles", "table")
@@ -154,7 +156,7 @@ class Cluster:
     peak: Mapping[str, float]
     """The operations a second of dense products, by type."""
     device: Device
-    products: Products
+    products: ProductShares
     node: Link
     network: Link
     framework: Framework
@@ -194,7 +196,7 @@ class Cluster:
         for high, next_rate in rest:
             if size < high:
                 part = min(1.0, max(0.0, log(max(size, 1) / low) / log(high / low)))
-                return rate ** (1 - part) * next_rate**part
+                return float(rate ** (1 - part) * next_rate**part)
             low, rate = high, next_rate
         return rate
 
@@ -244,12 +246,23 @@ def cluster_file(name: str, folder: Path | None = None) -> Path:
     return real_path(path)
 
 
-@cache
-def _read(path: Path) -> Cluster:
+def cluster_text(path: Path) -> str:
+    """Return the text of a cluster's file.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
     try:
-        return read_cluster(path.read_text(encoding="utf-8"), str(path))
+        return read_bounded(path, _MOST_BYTES).decode("utf-8")
     except OSError as error:
         raise ClusterError(f"cannot read `{path}`: {error.strerror}", "name a file that can be read") from None
+    except UnicodeDecodeError:
+        raise ClusterError(f"`{path}` is no text", "name a TOML file") from None
+
+
+@cache
+def _read(path: Path) -> Cluster:
+    return read_cluster(cluster_text(path), str(path))
 
 
 def read_cluster(text: str, file: str) -> Cluster:
@@ -260,7 +273,7 @@ def read_cluster(text: str, file: str) -> Cluster:
     """
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"`{file}` is no TOML: {error}", "copy a file that parc ships, and change it") from None
     return _Reader(file, data).cluster()
 
@@ -313,7 +326,7 @@ class _Reader:
             self.number("library.nvls", library.get("nvls", 1.0), _SHARE),
             int(self.number("node.ranks", node.get("ranks"), _RANKS)),
             int(self.number("node.count", node["count"], _RANKS)) if "count" in node else None,
-            sharing, self.numbers("operators", Bound(0, 1e-3, "seconds of an entry, as 1e-9")), tiles, table,
+            sharing, self.numbers("operators", NumberBound(0, 1e-3, "seconds of an entry, as 1e-9")), tiles, table,
         )  # fmt: skip
 
     def section(self, name: str, kind: type) -> Any:
@@ -334,7 +347,7 @@ class _Reader:
             inner = inner.get(part, {})
             if not isinstance(inner, Mapping):
                 raise self.wrong(f"`{name}` is no section", f"write `[{name}]`, and its numbers below")
-        return inner
+        return cast(Mapping[str, Any], inner)
 
     def text(self, name: str) -> str:
         """Return a word of the file."""
@@ -343,11 +356,11 @@ class _Reader:
             raise self.wrong(f"`{name}` is missing", f'write `{name} = "..."`')
         return value
 
-    def numbers(self, name: str, bound: Bound) -> dict[str, float]:
+    def numbers(self, name: str, bound: NumberBound) -> dict[str, float]:
         """Return the numbers of a section with free names."""
         return {key: self.number(f"{name}.{key}", value, bound) for key, value in self.table(name).items()}
 
-    def number(self, name: str, value: Any, bound: Bound) -> float:
+    def number(self, name: str, value: Any, bound: NumberBound) -> float:
         """Return a number within its bounds."""
         if value is None:
             raise self.wrong(f"`{name}` is missing", f"expected {bound.words}")
@@ -364,7 +377,7 @@ class _Reader:
             raise self.wrong(f"`{name}.{key}` is no number of ranks", f"write `[{name}.2.device]` for two ranks")
         return True
 
-    def rows(self, name: str, *columns: tuple[str, Bound]) -> tuple[tuple[float, ...], ...]:
+    def rows(self, name: str, *columns: tuple[str, NumberBound]) -> tuple[tuple[float, ...], ...]:
         """Return the rows of a list of equally long lists of numbers."""
         table, words = self.data.get(name, ()), ", ".join(column for column, _ in columns)
         for at, row in enumerate(table):

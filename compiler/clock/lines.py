@@ -27,7 +27,7 @@ product; in backward those of their gradients."""
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a system does that its programs do not say. A run of parc: fused attention, and a kernel for each line."""
+    """The habits of a system, which programs do not say. Those of parc: fused attention, and a kernel for each line."""
 
     compiled: bool = False
     """True where lines between products are fused, as `--compile` does."""

@@ -24,8 +24,8 @@ _NVLS_RANKS, _NVLS_BYTES = 5, 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the ranks of a group lie: their number, the number of nodes, and the most that share one."""
+class RankPlace:
+    """The place of a group of ranks: their number, the number of nodes, and the most that share one."""
 
     ranks: int
     nodes: int
@@ -48,9 +48,9 @@ class Links:
     cluster: Cluster
     node: int
     order: Sequence[str] = ()
-    _places: dict[tuple[str, ...], Place] = field(default_factory=dict, init=False)
+    _places: dict[tuple[str, ...], RankPlace] = field(default_factory=dict, init=False)
 
-    def place(self, axes: Sequence[str]) -> Place:
+    def place(self, axes: Sequence[str]) -> RankPlace:
         """Return where the group of the first rank over some axes lies."""
         key = tuple(axes)
         if key not in self._places:
@@ -68,20 +68,20 @@ class Links:
                 for offsets in at:
                     counts[sum(offsets) // self.node] = counts.get(sum(offsets) // self.node, 0) + 1
                 nodes, most = len(counts), max(counts.values())
-            self._places[key] = Place(ranks, nodes, most)
+            self._places[key] = RankPlace(ranks, nodes, most)
         return self._places[key]
 
-    def neighbours(self, axis: str) -> Place:
+    def neighbours(self, axis: str) -> RankPlace:
         """Return where two neighbours along an axis lie, of which most pairs are alike."""
         place = self.place((axis,))
-        return Place(2, 1, 2) if place.inside > 1 else Place(2, 2, 1)
+        return RankPlace(2, 1, 2) if place.inside > 1 else RankPlace(2, 2, 1)
 
     def seconds(self, op: str, axes: Sequence[str], wire_bytes: float, members: int = 0) -> float:
         """Return the time of a collective in which a rank sends ``wire_bytes``; ``members`` are the ranks that take
         part, where that is not the whole group."""
         place = self.place(axes)
         if members and members != place.ranks:
-            place = Place(members, min(members, place.nodes), max(1, place.inside * members // place.ranks))
+            place = RankPlace(members, min(members, place.nodes), max(1, place.inside * members // place.ranks))
         if place.ranks == 1:
             return 0.0
         if op in _ALL_REDUCES:
@@ -90,28 +90,28 @@ class Links:
             return self._ring(place, wire_bytes, _OF_SHARE[op], place.ranks - 1, place.nodes)
         return self._exchange(place, wire_bytes)
 
-    def send(self, size: float, place: Place) -> float:
+    def send(self, size: float, place: RankPlace) -> float:
         """Return the time of a message from one rank to another."""
         link = self.cluster.node if place.nodes == 1 else self.cluster.network
         return link.start + link.hop + size / (link.bandwidth * link.send)
 
-    def _rate(self, place: Place, share: str) -> float:
+    def _rate(self, place: RankPlace, share: str) -> float:
         """Return the bytes a second at which each rank of a ring sends. A ring enters a node once, by all of the NICs
         of its ranks."""
         node, network = self.cluster.node, self.cluster.network
         rates = [network.bandwidth * getattr(network, share) * place.inside] if place.nodes > 1 else []
         if place.inside > 1:
             rates.append(node.bandwidth * getattr(node, share))
-        return min(rates)
+        return float(min(rates))
 
-    def _ring(self, place: Place, size: float, share: str, steps: int, crossings: int) -> float:
+    def _ring(self, place: RankPlace, size: float, share: str, steps: int, crossings: int) -> float:
         node, network = self.cluster.node, self.cluster.network
         across = 0 if place.nodes == 1 else min(steps, crossings)
         start = node.start if place.nodes == 1 else network.start
         hops = (steps - across) * node.hop + across * network.hop
         return start + hops + size / self._rate(place, share)
 
-    def _sum(self, place: Place, size: float, algorithm: str) -> float:
+    def _sum(self, place: RankPlace, size: float, algorithm: str) -> float:
         """Return the time of an all-reduce by one algorithm."""
         node, network = self.cluster.node, self.cluster.network
         if algorithm == "ring":
@@ -125,7 +125,7 @@ class Links:
             return math.inf
         return node.start + 2 * node.hop + size / (node.bandwidth * self.cluster.nvls)
 
-    def _exchange(self, place: Place, size: float) -> float:
+    def _exchange(self, place: RankPlace, size: float) -> float:
         """Return the time of an all-to-all: each rank sends its parts to others by its own NIC, or inside the node."""
         node, network = self.cluster.node, self.cluster.network
         others = place.ranks - 1
@@ -136,6 +136,6 @@ class Links:
         return network.start + (place.nodes - 1) * network.hop + max(inside, across)
 
 
-def link_of(cluster: Cluster, place: Place) -> Link:
+def link_of(cluster: Cluster, place: RankPlace) -> Link:
     """Return the level of links that a group talks over."""
     return cluster.node if place.nodes == 1 else cluster.network

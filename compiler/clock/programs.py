@@ -27,7 +27,7 @@ Exposed = tuple[str, int]
 
 @dataclass
 class Spent:
-    """Where the time of a program, or of a role, goes: by part, waits by message, and all by line of the plan."""
+    """The time that a program or a role spends: by part, waits by message, and all by line of the plan."""
 
     parts: Counter[str] = field(default_factory=Counter)
     exposed: Counter[Exposed] = field(default_factory=Counter)

@@ -50,7 +50,7 @@ class _RoleClock:
     spent: Spent = field(default_factory=Spent)
     arriving: dict[Binding, InFlight] = field(default_factory=dict)
     runs: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    """How often each main function ran with nothing under way, by program and whether it is that of the last
+    """The runs of each main function with nothing under way, by program and whether it is that of the last
     microbatch."""
     wires: dict[Action, float] = field(default_factory=dict)
     """The time of each kind of message on its way, by its sender's action without the microbatch."""
@@ -83,9 +83,9 @@ class StepClock:
             self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
         self._axis = next(iter(roles.values())).axis
         self._sent: dict[Action, tuple[float, float]] = {}
-        """When each message between stages arrives, and its time on the way."""
+        """The arrival of each message between stages, and its time on the way."""
         self._wire: dict[tuple[int, str], float] = {}
-        """When the way from a stage to its neighbour is free."""
+        """The time at which the way from a stage to its neighbour is free."""
         self._joint = self._joint_kinds()
         self._reached: dict[str, dict[str, float]] = {}
 

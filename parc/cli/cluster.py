@@ -19,7 +19,7 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def cluster_command(args: argparse.Namespace) -> int:
     """List, print or measure."""
-    from parc.compiler.clock.cluster import ClusterError, cluster_file, find_cluster, shipped
+    from parc.compiler.clock.cluster import ClusterError, cluster_file, cluster_text, find_cluster, shipped
 
     if args.what == "list":
         print("\n".join(f"{name:14}{find_cluster(name).about}" for name in shipped()))
@@ -27,7 +27,7 @@ def cluster_command(args: argparse.Namespace) -> int:
     if args.what == "measure":
         return _measure(args)
     try:
-        print(cluster_file(args.name or "").read_text(encoding="utf-8"), end="")
+        print(cluster_text(cluster_file(args.name or "")), end="")
     except ClusterError as error:
         say(f"parc cluster: {error}")
         say(f"help: {error.help}")
@@ -44,7 +44,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     from parc.compiler.build.output_files import FileKind, check_file, write_whole
     from parc.compiler.clock.cluster import read_cluster
-    from parc.measuring import cluster_text, measured
+    from parc.measuring import measured, measured_text
     from parc.runtime.ranks.faults import writing
 
     out = args.out or Path("here.toml")
@@ -54,7 +54,7 @@ def _measure(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     alone = measured(1, device)
     several = measured(2, device) if device == "cpu" or torch.cuda.device_count() > 1 else None
-    text = cluster_text(out.stem, alone, several, device)
+    text = measured_text(out.stem, alone, several, device)
     read_cluster(text, str(out))
     with writing(out):
         write_whole(out, text)
