@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ SYSTEMS: tuple[tuple[str, System], ...] = (
     ("Megatron-DeepSpeed", _MEGATRON_2021),
     ("Megatron+DeepSpeed", _MEGATRON_2021),
     ("GPT-NeoX", _MEGATRON_2021),
-    ("zero-bubble", _MEGATRON_2021),
+    ("zero-bubble", System(Habits(compiled=True, overlap=False, blocking_sends=True, half_gradients=True))),
     ("Alpa", System(Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True))),
     ("DeepSpeed ZeRO-3", System(Habits(compiled=True, fused_attention=False), 0.1)),
     ("torchtitan", System(Habits(compiled=True), selective="keep products, attention")),
@@ -97,7 +98,10 @@ class Case:
     nic: float
     habits: Habits
     layers: int
+    """The most layers of a chunk."""
     chunks: int
+    missing: int
+    """The layers by which all chunks together have fewer: the last and the first chunks have one less."""
     samples: int
 
 
@@ -141,7 +145,7 @@ class Shape:
             raise Inexpressible("the axes do not make up the GPUs, or do not divide the batch")
         count, chunks = batch // (dp * micro), 1
         if pp > 1 and ("interleaved" in row["schedule"] or row["schedule"] == "1F1B-I"):
-            most = number(row, "layers") // pp
+            most = math.ceil(number(row, "layers") / pp)
             chunks = most if row["vpp"].startswith("max") else number(row, "vpp")
         if pp > 1 and (count % pp if chunks > 1 else count < pp):
             raise Inexpressible("too few microbatches for the stages, or no multiple of them")
@@ -175,7 +179,8 @@ def case_of(row: Row) -> Case:
     nic = float(row["nic_GBps_per_gpu"] or 0) * 1e9
     stages = shape.pp * shape.chunks
     each = math.ceil(number(row, "layers") / stages)
-    return Case(text, cluster, node, nic, system.habits, each, stages, number(row, "global_batch"))
+    missing = each * stages - number(row, "layers")
+    return Case(text, cluster, node, nic, system.habits, each, stages, missing, number(row, "global_batch"))
 
 
 def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
@@ -201,10 +206,12 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
     chunks = f" chunks {shape.chunks}" if shape.chunks > 1 else ""
     yield f"schedule {name} microbatches {shape.count}{chunks}"
     if shape.pp * shape.chunks > 1:
-        yield "stage before blocks.{$cuts} over pp"
+        yield "$cuts"
     if shape.tp > 1:
-        yield f"column blocks.*.attn.{{q,k,v}}, blocks.*.mlp.{'{up,gate}' if shape.gated else 'up'} over tp"
+        yield "column blocks.*.attn.{q,k,v}, blocks.*.mlp.up over tp"
         yield from ("row blocks.*.attn.out, blocks.*.mlp.down over tp", "vocab embed, head over tp")
+        if shape.gated:
+            yield "column blocks.*.mlp.gate over tp"
         if number(row, "seq_parallel"):
             yield "sequence blocks.* over tp"
     if shape.cp > 1:
@@ -247,9 +254,8 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     from parc.grammar.source import Source
     from parc.step_time import update_seconds
 
-    layers = each * case.chunks
-    cuts = ",".join(str(at) for at in range(each, layers, each))
-    text = case.text.replace("{$cuts}", f"{{{cuts}}}" if "," in cuts else cuts)
+    layers, cuts = _cuts(each, case.chunks, case.missing)
+    text = case.text.replace("$cuts", cuts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = read_plan(Source("row.parc", f"let layers={layers}\n{text}\n"), {})
@@ -259,6 +265,19 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
     time = StepClock(build.roles, links, case.habits, updates).run()
     return time.seconds, time.parts(time.longest)
+
+
+def _cuts(each: int, chunks: int, missing: int) -> tuple[int, str]:
+    """Return the layers of a model, and the lines that cut it into chunks of equally many, up to the missing ones: the
+    last and the first chunks have one less, as they have the head and the embedding."""
+    sizes = [each] * chunks
+    for at in range(missing):
+        sizes[-1 - at // 2 if at % 2 == 0 else at // 2] -= 1
+    *ends, layers = accumulate(sizes)
+    blocks = ",".join(str(end) for end in dict.fromkeys(ends) if end < layers)
+    lines = [f"stage before blocks.{{{blocks}}} over pp" if "," in blocks else f"stage before blocks.{blocks} over pp"]
+    lines += ["stage before norm over pp"] * (layers in ends)
+    return layers, "\n".join(lines)
 
 
 def _build(plan: Plan, text: str) -> Build:

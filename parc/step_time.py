@@ -12,7 +12,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.clock.cluster import Cluster, ClusterError
 from parc.compiler.clock.lines import Habits
 from parc.compiler.clock.links import Links
-from parc.compiler.clock.programs import PARTS
+from parc.compiler.clock.programs import STEP_PARTS
 from parc.compiler.clock.step import StepClock, StepTime
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.roles import Role
@@ -156,7 +156,7 @@ def time_rows(step: PricedStep, tokens: float | None = None) -> Iterator[tuple[s
         days = _days(step, tokens)
         yield "training", f"{tokens:,.0f} {what}: {days:,.1f} days, {days * 24 * step.world:,.0f} GPU hours"
     parts = time.parts(time.longest)
-    words = ", ".join(f"{part} {seconds_text(parts[part])} ({parts[part] / seconds:.0%})" for part in PARTS)
+    words = ", ".join(f"{part} {seconds_text(parts[part])} ({parts[part] / seconds:.0%})" for part in STEP_PARTS)
     yield "parts", f"{f'{time.longest}: ' if len(time.roles) > 1 else ''}{words}"
     for name, _ in step.build.mesh.declared.axes:
         place = step.links.place((name,)) if step.build.mesh.size(name) > 1 else None

@@ -17,7 +17,7 @@ from typing import Any, cast
 from ...grammar.bounded import read_bounded, real_path
 from ...grammar.nearest import did_you_mean, listed
 
-_SHIPPED = Path(__file__).resolve().parent / "clusters"
+_SHIPPED = Path(__file__).parent / "clusters"
 _MOST_BYTES = 1 << 20
 """The most bytes of a file."""
 ALGORITHMS = ("ring", "tree", "nvls")
@@ -129,7 +129,7 @@ class Framework:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageRates:
     """The way to memory beside the device: bytes a second in one direction."""
 
     host: float = _number(_RATE)
@@ -138,7 +138,7 @@ class Storage:
 
 _SECTIONS: Mapping[str, type] = {
     "device": Device, "products": ProductShares, "links.node": Link, "links.network": Link, "framework": Framework,
-    "storage": Storage,
+    "storage": StorageRates,
 }  # fmt: skip
 _KEYS = ("name", "about", "kind", "names", "peak", "library", "node", "sharing", "operators", "tiles", "table")
 
@@ -160,7 +160,7 @@ class Cluster:
     node: Link
     network: Link
     framework: Framework
-    storage: Storage
+    storage: StorageRates
     algorithms: tuple[str, ...]
     nvls: float
     """The share of a node's bandwidth that an all-reduce reaches that the switches add up."""

@@ -17,7 +17,7 @@ from ..ops.rules import facts
 from ..program.program import Function, Line, Program
 from .cluster import Cluster
 
-Part = Literal["products", "other"]
+TimePart = Literal["products", "other"]
 _CAUSAL_AT = {"parc.attention.default": 5, "parc.attention_backward.default": 8}
 """The position of the argument that says whether attention hides later keys, half of its work."""
 _PASSES = {"parc.attention.default": 7, "parc.attention_backward.default": 9}
@@ -46,7 +46,7 @@ class LineTime:
     """The seconds of a line on the queue that computes, and the part of a step that they belong to."""
 
     seconds: float
-    part: Part
+    part: TimePart
 
 
 NOTHING = LineTime(0.0, "other")

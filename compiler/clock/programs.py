@@ -19,7 +19,7 @@ from ..program.program import Function, Line, Program
 from .lines import Habits, LineTime, LineTimes
 from .links import Links
 
-PARTS = ("products", "other", "exposed", "bubble", "optimizer")
+STEP_PARTS = ("products", "other", "exposed", "bubble", "optimizer")
 """The parts of a role's step."""
 Exposed = tuple[str, int]
 """The axis of a message, and the line of the plan that causes it."""

@@ -16,7 +16,7 @@ from ..program.roles import Role
 from ..schedules.timeline import Timeline, TimeSpan
 from .lines import Habits
 from .links import Links
-from .programs import PARTS, InFlight, ProgramClock, ProgramTime, Spent
+from .programs import STEP_PARTS, InFlight, ProgramClock, ProgramTime, Spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StepTime:
 
     def parts(self, role: str) -> dict[str, float]:
         """Return the seconds of a role by part, which sum to those of the step."""
-        return {part: self.roles[role].parts[part] for part in PARTS}
+        return {part: self.roles[role].parts[part] for part in STEP_PARTS}
 
 
 @dataclass
