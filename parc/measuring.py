@@ -414,8 +414,7 @@ def _fit(shapes: Sequence[Sequence[float]], call: float) -> tuple[float, float, 
         peak = peaks[len(peaks) // 2]
         error = sum(abs(rate * (1 + ramp / inner) / peak - 1) for inner, rate in rates) / len(rates)
         best = min(best, (error, peak, float(ramp)))
-    error, peak, ramp = best
-    return peak, ramp, error
+    return best[1], best[2], best[0]
 
 
 def _rate(found: Mapping[str, Any]) -> float:

@@ -211,10 +211,10 @@ class LineTimes:
                         size += local_bytes(value.type, self.program)
             of_line[at] = size
             sums[groups[at]] = sums.get(groups[at], 0) + size
-        for at, size in of_line.items():
+        for at, moved in of_line.items():
             total = sums[groups[at]]
             seconds = max(total / self.cluster.bandwidth(total), self.cluster.device.launch) if total else 0.0
-            yield at, seconds * size / total if total else 0.0
+            yield at, seconds * moved / total if total else 0.0
 
     def _is_fusible(self, line: Line) -> bool:
         if line.calls_function or line.op in COLLECTIVES or line.op in RINGS:

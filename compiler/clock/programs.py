@@ -4,7 +4,7 @@ their order, until a line awaits them."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,15 +29,18 @@ Exposed = tuple[str, int]
 class Spent:
     """The time that a program or a role spends: by part, waits by message, and all by line of the plan."""
 
-    parts: Counter[str] = field(default_factory=Counter)
-    exposed: Counter[Exposed] = field(default_factory=Counter)
-    lines: Counter[int] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    exposed: defaultdict[Exposed, float] = field(default_factory=lambda: defaultdict(float))
+    lines: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: Spent, times: float = 1.0) -> None:
         """Add what another one spent, so many times."""
-        for mine, theirs in ((self.parts, other.parts), (self.exposed, other.exposed), (self.lines, other.lines)):
-            for key, seconds in theirs.items():
-                mine[key] += seconds * times  # type: ignore[index]
+        for part, seconds in other.parts.items():
+            self.parts[part] += seconds * times
+        for message, seconds in other.exposed.items():
+            self.exposed[message] += seconds * times
+        for line, seconds in other.lines.items():
+            self.lines[line] += seconds * times
 
     def compute(self, line: Line, time: LineTime) -> None:
         """Add a line that computes."""
@@ -82,8 +85,9 @@ class ProgramClock:
     def run(self, function: Function | None = None, arriving: Mapping[Binding, InFlight] | None = None) -> ProgramTime:
         """Return the time of a main function, with messages under way that it awaits."""
         main = function or self.program.main
-        bound = {value.name: arriving[value.binding] for value in main.parameters
-                 if arriving and value.binding in arriving}  # fmt: skip
+        coming = arriving or {}
+        bound = {value.name: coming[value.binding] for value in main.parameters
+                 if value.binding is not None and value.binding in coming}  # fmt: skip
         if bound:
             return self._walk(main, bound)
         return self._of(main)

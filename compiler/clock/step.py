@@ -170,7 +170,7 @@ class StepClock:
         """Add what runs of a program spend. Arithmetic behind a step's work is part of the update."""
         spent = time.spent
         if ACTIONS[program.action].place == "after":
-            spent = Spent(Counter(spent.parts), spent.exposed, spent.lines)
+            spent = Spent(spent.parts.copy(), spent.exposed, spent.lines)
             spent.parts["optimizer"] += spent.parts.pop("products", 0.0) + spent.parts.pop("other", 0.0)
         clock.spent.add(spent, times)
 
