@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,10 @@ class PricedStep:
         return self.flops / (self.time.seconds * self.cluster.peak_of(self.dtype) * self.world)
 
 
-def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None) -> PricedStep:
-    """Price a step of a build on a cluster.
+def price(
+    build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None, order: Sequence[str] = ()
+) -> PricedStep:
+    """Price a step of a build on a cluster; ``order`` is another one of the mesh's axes.
 
     Raises:
         ClusterError: the cluster has too few nodes, or no peak for the type of the plan's products.
@@ -66,7 +68,7 @@ def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = No
     dtype = "float32" if type_ is None else str(type_.dtype).removeprefix("torch.")
     cluster.peak_of(dtype)
     cluster = cluster.shared_by(min(world, node))
-    links = Links(build.mesh, cluster, node)
+    links = Links(build.mesh, cluster, node, order)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
     stage_line = plan.stages[0].span.line if plan.stages else 0
     clock = StepClock(build.roles, links, habits or Habits(), updates, stage_line)

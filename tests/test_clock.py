@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from parc.advice import warnings_of
 from parc.cli import main
 from parc.compiler.clock.cluster import (
     Cluster,
@@ -271,6 +272,18 @@ def test_fused_lines_take_less_and_scores_in_memory_more() -> None:
     usual = priced()["step_s"]
     assert priced(compiled=True)["step_s"] < usual < priced(fused_attention=False)["step_s"]
     assert priced(overlap=False)["step_s"] >= usual
+
+
+def test_another_order_of_the_mesh_is_told_if_it_is_faster() -> None:
+    wide = 'model "./gpt.py:GPT" (layers=2, width=1024, heads=16, vocab=256, length=256)'
+    text = PLAN.replace(PLAN.splitlines()[0], wide).replace("S=32", "S=256").replace("B=16", "B=64")
+    text = text.replace("mesh dp=2, pp=2, tp=2", 'mesh tp=8, dp=8\ncluster "h100-sxm"')
+    text = text.replace("stage balanced over pp\n", "").replace("schedule 1f1b", "schedule")
+    (warning,) = (one for one in warnings_of(compiled(text)) if one.code.name == "P0149")
+    assert warning.help == "write `mesh dp=8, tp=8`"
+    assert "in another order of the mesh" in warning.message
+    better = text.replace("mesh tp=8, dp=8", "mesh dp=8, tp=8")
+    assert not [one for one in warnings_of(compiled(better)) if one.code.name == "P0149"]
 
 
 def test_more_ranks_than_nodes_hold_are_refused() -> None:

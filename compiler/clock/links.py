@@ -80,6 +80,11 @@ class Links:
         """Return the time of a collective in which a rank sends ``wire_bytes``; ``members`` are the ranks that take
         part, where that is not the whole group."""
         place = self.place(axes)
+        if op == "send":
+            return self.send(wire_bytes, self.neighbours(axes[0]))
+        if op.startswith("ring_"):
+            hops = max(1, place.ranks - 1)
+            return hops * self.send(wire_bytes / hops, self.neighbours(axes[0]))
         if members and members != place.ranks:
             place = RankPlace(members, min(members, place.nodes), max(1, place.inside * members // place.ranks))
         if place.ranks == 1:
