@@ -391,14 +391,39 @@ def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
                f" {statistics.mean(loss for _, loss in values):7.1%}")  # fmt: skip
 
 
+SCALE = ((512, 1152, 24.49), (2048, 1152, 25.26), (2432, 1216, 25.40), (2560, 1120, 25.57), (8192, 1536, 27.64))
+"""MLPerf's training of Llama 3.1 405B in FP8 on H100: GPUs, sequences of a batch, and GPU seconds of a sequence."""
+
+
+def scale() -> Iterator[str]:
+    """Yield the GPU seconds of a sequence of Llama 3.1 405B, in TP 8, PP 8, CP 2 and 8 chunks, in bfloat16."""
+    row = {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn_hidden": "53248", "gated_mlp": "1",
+           "vocab": "128256", "tied_emb": "0", "seq_len": "8192", "micro_batch": "1", "gpu": "H100", "family": "llama",
+           "gpus_per_node": "8", "nic_GBps_per_gpu": "50", "tp": "8", "pp": "8", "cp": "2", "vpp": "8", "ep": "1",
+           "zero_stage": "1", "seq_parallel": "1", "recompute": "none", "precision": "bf16", "system": "",
+           "schedule": "interleaved-1F1B"}  # fmt: skip
+    first: list[float] = []
+    for world, batch, measured in SCALE:
+        seconds, parts = predicted(case_of({**row, "n_gpus": str(world), "global_batch": str(batch)}))
+        first = first or [seconds * world / batch, measured]
+        each = seconds * world / batch
+        yield (f"{world:5} GPUs: {each:6.2f} GPU s a sequence ({each / first[0] - 1:+.1%}), measured {measured:6.2f}"
+               f" ({measured / first[1] - 1:+.1%}); bubble {parts['bubble'] / seconds:.1%}")  # fmt: skip
+
+
 def main() -> int:
     """Price all rows of a table and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("csv", type=Path)
+    parser.add_argument("csv", type=Path, nargs="?", default=Path("published_runs.csv"))
     parser.add_argument("--source", default="", help="only sources with this in their names")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scale", action="store_true", help="Llama 3.1 405B on 512 to 8,192 H100 instead")
     args = parser.parse_args()
+    if args.scale:
+        for text in scale():
+            print(text, flush=True)
+        return 0
     with open(args.csv, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
     cases: list[tuple[Row, Case]] = []

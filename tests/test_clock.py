@@ -12,6 +12,7 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.cli import main
+from parc.cli.terminal import text_table
 from parc.compiler.clock.cluster import (
     Cluster,
     ClusterError,
@@ -299,3 +300,21 @@ def test_time_says_how_to_name_a_cluster(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["cluster", "show", "h200"]) == 0 and 'name = "h200"' in capsys.readouterr().out
     assert main(["cluster", "show", "h20"]) == 1
     assert "help: did you mean `h200`" in capsys.readouterr().err
+
+
+def test_the_time_of_a_plan_looks_as_it_did() -> None:
+    """To accept a change, delete the golden file and run this once."""
+    from parc.step_time import line_rows, price, time_rows
+
+    compilation = compiled(PLAN)
+    step = price(compilation.build, compilation.plan, H100)
+    rows = [f"{name:13}{text}" for name, text in time_rows(step, 1e9)]
+    texts = {number: " ".join(text.split()) for number, text in enumerate(PLAN.splitlines(), 1)}
+    text = "\n".join(
+        [*rows, "", text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)), ""]
+    )
+    golden = Path(__file__).parent / "golden" / "time.txt"
+    if not golden.exists():
+        golden.write_text(text)
+        pytest.fail(f"{golden.name} was missing and is written anew: look at it and run again")
+    assert golden.read_text() == text

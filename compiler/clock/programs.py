@@ -63,6 +63,15 @@ class InFlight:
     line: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message that a line starts: its seconds, its axis, and the values that arrive with it."""
+
+    seconds: float
+    axis: str
+    results: Sequence[str]
+
+
 @dataclass
 class ProgramTime:
     """The seconds of a run of a program, where they go, and the messages that it leaves under way by binding."""
@@ -73,13 +82,16 @@ class ProgramTime:
 
 
 class ProgramClock:
-    """The clock of one program of a role."""
+    """The clock of one program of a role. ``blocks`` has the times of blocks by their texts, which programs share."""
 
-    def __init__(self, program: Program, links: Links, habits: Habits) -> None:
+    def __init__(
+        self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None
+    ) -> None:
         self.program, self.links, self.habits = program, links, habits
         self._times = LineTimes(program, links.cluster, habits, aliases(program))
         self._lines: dict[str, Sequence[LineTime]] = {}
         self._functions: dict[str, ProgramTime] = {}
+        self._blocks = {} if blocks is None else blocks
         self._coming = on_their_way(program)
 
     def run(self, function: Function | None = None, arriving: Mapping[Binding, InFlight] | None = None) -> ProgramTime:
@@ -94,7 +106,13 @@ class ProgramClock:
 
     def _of(self, function: Function) -> ProgramTime:
         if function.name not in self._functions:
-            self._functions[function.name] = self._walk(function, {})
+            if function in self.program.mains:
+                time = self._walk(function, {})
+            else:
+                text = function.text(self.program.mesh, self.program.action)
+                time = self._blocks[text] if text in self._blocks else self._walk(function, {})
+                self._blocks[text] = time
+            self._functions[function.name] = time
         return self._functions[function.name]
 
     def _lines_of(self, function: Function) -> Sequence[LineTime]:
@@ -121,17 +139,14 @@ class ProgramClock:
             spent.compute(line, time)
             now += time.seconds
             if id(line) in sizes:
-                seconds, axis = sizes[id(line)]
-                begin = max(now, free.get(axis, 0.0))
-                free[axis] = begin + seconds
-                message = InFlight(free[axis], axis, line.origin.plan)
+                sent = sizes[id(line)]
+                begin = max(now, free.get(sent.axis, 0.0))
+                free[sent.axis] = begin + sent.seconds
+                message = InFlight(free[sent.axis], sent.axis, line.origin.plan)
                 if taken:
-                    spent.wait(message, taken * seconds)
-                    now += taken * seconds
-                number = dict(line.kwargs).get(MESSAGE)
-                together = [line] if number is None else self._together(function, line)
-                for one in together:
-                    arriving.update((value.name, message) for value in one.made)
+                    spent.wait(message, taken * sent.seconds)
+                    now += taken * sent.seconds
+                arriving.update((name, message) for name in sent.results)
             elif line.op in RINGS:
                 more, axis = self._ring(line, function, time)
                 spent.wait(InFlight(0, axis, line.origin.plan), more)
@@ -155,13 +170,10 @@ class ProgramClock:
         sums = line.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_reduce_among")
         return sums and len(type_.shape) > 0 and self.program.action in (BACKWARD, REDUCE)
 
-    def _together(self, function: Function, first: Line) -> Sequence[Line]:
-        return [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
-
-    def _messages(self, function: Function) -> dict[int, tuple[float, str]]:
-        """Return the seconds and the axis of each message, by the line that starts it: the first of those that travel
-        together."""
+    def _messages(self, function: Function) -> dict[int, Sent]:
+        """Return the messages of a function by the line that starts them: the first of those that travel together."""
         sizes: dict[int, tuple[str, tuple[str, ...], float, int]] = {}
+        results: dict[int, list[str]] = {}
         first: dict[object, int] = {}
         values, mesh = function.values(), self.program.mesh
         for line in function.lines:
@@ -182,9 +194,10 @@ class ProgramClock:
             number = dict(line.kwargs).get(MESSAGE)
             key = first.setdefault((line.op, number), id(line)) if number is not None else id(line)
             before = sizes[key][2] if key in sizes else 0.0
+            results.setdefault(key, []).extend(value.name for value in line.made)
             sizes[key] = line.op.removeprefix("parc."), axes, before + row.sent(size, ranks), members
         return {
-            key: (self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)))
+            key: Sent(self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)), results[key])
             for key, (op, axes, size, members) in sizes.items()
         }
 

@@ -74,11 +74,12 @@ class StepClock:
     ) -> None:  # fmt: skip
         self.links, self.habits, self.stage_line = links, habits, stage_line
         clocks: dict[int, ProgramClock] = {}
+        blocks: dict[str, ProgramTime] = {}
         self._roles: dict[str, _RoleClock] = {}
         for name, role in roles.items():
             programs = role.programs if habits.overlap else in_reduce(role.programs)
             for program in programs.values():
-                clocks.setdefault(id(program), ProgramClock(program, links, habits))
+                clocks.setdefault(id(program), ProgramClock(program, links, habits, blocks))
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
             self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
         self._axis = next(iter(roles.values())).axis
