@@ -38,6 +38,8 @@ class PricedStep:
     flops: int
     """Model FLOPs of a step on its whole batch, as in a run's ``mfu``."""
     dtype: str
+    groups: int
+    """The groups of ranks that a rank talks in."""
 
     @property
     def world(self) -> int:
@@ -73,7 +75,8 @@ def price(
     stage_line = plan.stages[0].span.line if plan.stages else 0
     clock = StepClock(build.roles, links, habits or Habits(), updates, stage_line)
     flops = step_flops(build.reference, build.microbatches) if build.trains else 0
-    return PricedStep(build, plan, cluster, node, clock.run(), links, flops, dtype)
+    time = clock.run()
+    return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups)
 
 
 def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> float:
@@ -135,8 +138,7 @@ def _days(step: PricedStep, tokens: float) -> float:
 
 def framework_bytes(step: PricedStep) -> int:
     """Return the framework's own bytes on a device: its context, and buffers of each group that a rank is in."""
-    groups = {row["axis"] for row in step.build.report.get("communication", ())}
-    return int(step.cluster.framework.context + len(groups) * step.cluster.framework.communicator)
+    return int(step.cluster.framework.context + step.groups * step.cluster.framework.communicator)
 
 
 # ---- words

@@ -50,6 +50,11 @@ class Links:
     order: Sequence[str] = ()
     _places: dict[tuple[str, ...], RankPlace] = field(default_factory=dict, init=False)
 
+    @property
+    def groups(self) -> int:
+        """The number of groups of several ranks that messages were priced for."""
+        return sum(place.ranks > 1 for place in self._places.values())
+
     def place(self, axes: Sequence[str]) -> RankPlace:
         """Return where the group of the first rank over some axes lies."""
         key = tuple(axes)
