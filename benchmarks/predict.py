@@ -51,9 +51,12 @@ class System:
 
 
 _MEGATRON_2021 = System(
-    Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True, half_gradients=True), 0.1
+    Habits(
+        compiled=True, fused_attention=False, overlap=False, blocking_sends=True, half_gradients=True, own_norms=True
+    ),
+    0.1,
 )
-_MEGATRON = System(Habits(compiled=True))
+_MEGATRON = System(Habits(compiled=True, own_norms=True))
 _FSDP = System(Habits(compiled=True))
 SYSTEMS: tuple[tuple[str, System], ...] = (
     ("Megatron-LM 2020", _MEGATRON_2021),

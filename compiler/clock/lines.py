@@ -37,6 +37,8 @@ class Habits:
     """False where sums of gradients, and gathers of weights, start when all else is done, and are awaited at once."""
     blocking_sends: bool = False
     """True where a stage waits until the next one has its results."""
+    own_norms: bool = False
+    """True where norms are kernels of their own beside fused lines, as in apex and Transformer Engine."""
     half_gradients: bool = False
     """True where gradients are summed over ranks in two bytes an entry, whatever programs say."""
 
@@ -223,5 +225,5 @@ class LineTimes:
         drawn = row.key_at is not None and row.precision != "product"
         return bool(
             row.elementwise or row.reduces or row.casts or row.number is not None or drawn
-            or row.precision == "sensitive" or row.moves in ("copy", "shape", "dims", "place", "join")
+            or (row.precision == "sensitive" and not self.habits.own_norms) or row.moves in ("copy", "shape", "dims", "place", "join")
         )  # fmt: skip

@@ -64,7 +64,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class StartedMessage:
     """A message that a line starts: its seconds, its axis, and the values that arrive with it."""
 
     seconds: float
@@ -170,7 +170,7 @@ class ProgramClock:
         sums = line.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_reduce_among")
         return sums and len(type_.shape) > 0 and self.program.action in (BACKWARD, REDUCE)
 
-    def _messages(self, function: Function) -> dict[int, Sent]:
+    def _messages(self, function: Function) -> dict[int, StartedMessage]:
         """Return the messages of a function by the line that starts them: the first of those that travel together."""
         sizes: dict[int, tuple[str, tuple[str, ...], float, int]] = {}
         results: dict[int, list[str]] = {}
@@ -197,7 +197,7 @@ class ProgramClock:
             results.setdefault(key, []).extend(value.name for value in line.made)
             sizes[key] = line.op.removeprefix("parc."), axes, before + row.sent(size, ranks), members
         return {
-            key: Sent(self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)), results[key])
+            key: StartedMessage(self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)), results[key])
             for key, (op, axes, size, members) in sizes.items()
         }
 
