@@ -223,7 +223,7 @@ class LineTimes:
             return False
         row = facts(line.op)
         drawn = row.key_at is not None and row.precision != "product"
-        return bool(
-            row.elementwise or row.reduces or row.casts or row.number is not None or drawn
-            or (row.precision == "sensitive" and not self.habits.own_norms) or row.moves in ("copy", "shape", "dims", "place", "join")
-        )  # fmt: skip
+        norm = row.precision == "sensitive" and not self.habits.own_norms
+        moves = row.moves in ("copy", "shape", "dims", "place", "join")
+        constant = row.number is not None
+        return bool(row.elementwise or row.reduces or row.casts or constant or drawn or norm or moves)
