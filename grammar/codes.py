@@ -94,6 +94,8 @@ WHOLE_SEQUENCE = Code("P0146")
 WHOLE_KEYS = Code("P0147")
 WHOLE_OUTPUTS = Code("P0148")
 NODE_ORDER = Code("P0149")
+BAD_CLUSTER = Code("P0154")
+OTHER_NODE = Code("P0155")
 IDLE_AXIS = Code("P0248")
 
 # ---- pipelines: stages, their cuts and their schedule (P0115 to P0119, P024x)

@@ -53,6 +53,7 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source, Span
 from parc.grammar.syntax import size_text
+from parc.mesh_order import cheaper_orders
 from parc.passes.pipeline import Trials, names_of
 from parc.passes.placing.partition import Reshard
 from parc.report_words import in_words
@@ -141,6 +142,9 @@ def _node_order(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of the order of the mesh's axes if another order at least halves the bytes that a rank sends to other nodes,
     in all or not overlapped with compute, and raises neither."""
     plan, mesh, node = compiled.plan, compiled.mesh, compiled.plan.node
+    if plan.cluster is not None:
+        yield from cheaper_orders(compiled)
+        return
     if node is None or len(plan.mesh.axes) >= _MOST_AXES:
         return
     counts, facts = Counter[tuple[Any, ...]](), ("role", "axis", "hidden", "op", "bytes", "ranks")

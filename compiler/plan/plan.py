@@ -28,6 +28,7 @@ from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
 from .directives.budget import Budget
 from .directives.check import Check
+from .directives.cluster import ClusterLine
 from .directives.compress import Compress
 from .directives.context import Context
 from .directives.data import Data
@@ -40,7 +41,7 @@ from .directives.input import Input
 from .directives.loss import Loss
 from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
-from .directives.node import Node
+from .directives.node import Node, nodes_of
 from .directives.offload import Offload
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
@@ -111,7 +112,8 @@ class Plan:
     budget: Budget | None = of_lines(lambda lines: lines.one(Budget))
     evaluation: Eval | None = of_lines(lambda lines: lines.one(Eval) if lines.one(Loss) is not None else None)
     init: Init | None = of_lines(lambda lines: lines.one(Init))
-    node: Node | None = of_lines(lambda lines: lines.one(Node))
+    node: Node | None = of_lines(nodes_of)
+    cluster: ClusterLine | None = of_lines(lambda lines: lines.one(ClusterLine))
     hierarchical: tuple[Hierarchical, ...] = of_lines(lambda lines: lines.all(Hierarchical))
     compress: tuple[Compress, ...] = of_lines(lambda lines: lines.all(Compress))
     context: tuple[Context, ...] = of_lines(lambda lines: lines.all(Context))

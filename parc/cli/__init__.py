@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "prove and test a build again, from its files and its plan",
     "certify": "prove a build equal to its unsharded model, by a checker that shares no code with parc",
     "show": "what a build holds: placements, programs, communication, memory",
+    "cluster": "the clusters that `show --time` knows, and a file of this machine",
     "fmt": "rewrite plan files in their one canonical text",
     "explain": "what an error code means; or why a line, a message or a module of a build is there, and what it costs",
     "diff": "what moved between two builds or plans: placements, messages, memory",

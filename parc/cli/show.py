@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, is_plan, plan_at
+from parc.cli.plan_arguments import add_defines, is_plan, plan_at, positive_number
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
@@ -18,6 +18,8 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+    from parc.compiler.clock.cluster import Cluster, ClusterError
+    from parc.compiler.plan.plan import Plan
     from parc.compiler.program.roles import Role
 
 _LONGEST = 120
@@ -47,6 +49,10 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
+    parser.add_argument("--time", action="store_true", help="the time of a step on a cluster, and where it goes")
+    parser.add_argument("--cluster", metavar="C", help="with --time: a cluster by name, or the path of a file")
+    parser.add_argument("--tokens", metavar="N", type=positive_number, help="with --time: days and GPU hours for them")
+    parser.add_argument("--compile", action="store_true", help="with --time: as `parc run --compile` runs it")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
     parser.add_argument("--all", action="store_true", help="every collective, action and program, none folded")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
@@ -60,8 +66,13 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if args.expand:
         return _print_expanded(args)
+    if not args.time and (args.cluster or args.tokens or args.compile):
+        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`")
+        return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
+    if args.time and (code := _without_cluster(args, plan_at(args, args.target), real_path(args.target).parent)):
+        return code
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
         from parc.cli.build import build_plan
 
@@ -101,6 +112,8 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     build = read_build(path, custom="named")
     if moved := build.moved():
         say(f"note: {moved}")
+    if args.time:
+        return _show_time(args, build)
     if args.html:
         return _write_page(args.html, build)
     if args.role or args.action:
@@ -138,6 +151,64 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     keys = ("role", "action", "file", "lines", "collectives")
     lines = [tuple(program[key] for key in keys) for program in programs] if args.all else folded_programs(programs)
     print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
+    return 0
+
+
+def _cluster_of(args: argparse.Namespace, plan: Plan, folder: Path) -> Cluster:
+    """Return the cluster of the command line, or of the plan.
+
+    Raises:
+        ClusterError: there is none, or its file is wrong.
+    """
+    from parc.compiler.clock.cluster import ClusterError, find_cluster
+
+    if args.cluster is not None:
+        return find_cluster(args.cluster)
+    if plan.cluster is not None:
+        return find_cluster(plan.cluster.name, folder)
+    help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
+    raise ClusterError("`--time` needs a cluster", help_)
+
+
+def _without_cluster(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
+    """Say what is wrong with the cluster, before a plan is built; 0 if nothing is."""
+    from parc.compiler.clock.cluster import ClusterError
+
+    try:
+        _cluster_of(args, plan, folder)
+    except ClusterError as error:
+        return _say_cluster(error)
+    return 0
+
+
+def _say_cluster(error: ClusterError) -> int:
+    say(f"parc show: {error}")
+    say(f"help: {error.help}")
+    return 1
+
+
+def _show_time(args: argparse.Namespace, build: Build) -> int:
+    """Print the time of a step on a cluster, the waits, and the most expensive lines of the plan."""
+    from parc.compiler.clock.cluster import ClusterError
+    from parc.compiler.clock.lines import Habits
+    from parc.report import plan_of
+    from parc.step_time import line_rows, memory_words, price, step_json, time_rows
+
+    plan = plan_of(build)
+    try:
+        step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
+    except ClusterError as error:
+        return _say_cluster(error)
+    if args.json:
+        print_json(step_json(step, args.tokens))
+        return 0
+    for name, text in time_rows(step, args.tokens):
+        print(f"{name:13}{text}")
+    written = zip(build.texts["plan.parc"].splitlines(), build.report["written"], strict=True)
+    texts = {one["line"]: " ".join(text.split()) for text, one in written}
+    print("\n" + text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)))
+    for text in memory_words(step):
+        say(f"note: {text}")
     return 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes import MISSING_STATEMENT, NO_LEVELS, UNEVEN_NODES
+from ....grammar.codes import MISSING_STATEMENT, NO_LEVELS, OTHER_NODE, UNEVEN_NODES
 from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
 from ...layout.mesh import UnevenNodes, node_levels
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
+from .cluster import ClusterLine
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,30 @@ class Node(Directive):
         except UnevenNodes as error:
             help_ = "choose sizes such that inner axes fill a node, or divide it"
             yield Diagnostic(UNEVEN_NODES, str(error), Label(self.span), help=help_)
+        line = scope.one(ClusterLine)
+        cluster = line.known if line is not None else None
+        if line is not None and cluster is not None and cluster.ranks != self.ranks:
+            message = (
+                f"a node of `{line.name}` has {cluster.ranks} ranks, but this line says {self.ranks}, which counts"
+            )
+            related = (Label(line.span, "the cluster"),)
+            help_ = "leave this line out, or name a file of a cluster with such nodes"
+            yield Diagnostic(OTHER_NODE, message, Label(self.span), related, help=help_, severity=Severity.WARNING)
+
+
+def nodes_of(scope: Scope) -> Node | None:
+    """Return the `node` line of a plan; without one, the nodes of a cluster that parc knows; None without both."""
+    line = scope.one(ClusterLine)
+    node, cluster = scope.one(Node), line.known if line is not None else None
+    if node is not None or line is None or cluster is None:
+        return node
+    return Node(line.arguments, cluster.ranks)
 
 
 def check_levels(scope: Scope, axis: Word, label: Label, both: bool = False) -> Iterator[Diagnostic]:
     """Yield an error for a line about ranks that share a node if there is no `node` line, and a warning if no ranks of
     the axis share one, or, if the line needs ``both`` levels, if all do."""
-    node = scope.one(Node)
+    node = nodes_of(scope)
     if node is None:
         if "node" not in scope.broken:
             message = f"no line says which ranks of `{axis.text}` share a node"

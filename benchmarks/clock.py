@@ -1,0 +1,169 @@
+"""``make bench-clock``: plans of three models on one and two ranks of this machine, beside the times that the clock
+predicts for it.
+
+The machine is measured first (``parc cluster measure``), or ``--cluster FILE`` names its file. Of a run's steps the
+fastest counts, as of the measurements: other work on the machine only makes steps slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predict import error_after_scalar, spearman
+from benchmarks.sides import BUILDS, built
+from benchmarks.turns import ROOT
+
+STEPS = 12
+_HEAD = """\
+model {model}
+input {tokens} int64 [B, S]
+input targets int64 [B, S]
+sizes B={batch}, S={length}
+loss cross_entropy({output}, targets)
+data synthetic
+optimizer adamw lr 1e-3
+seed 1
+"""
+_MODELS = {
+    "gpt": (
+        '"{root}/examples/gpt.py:GPT" (layers=4, width=256, heads=4, vocab=2048, length=128)',
+        16, 128, "tokens", "output",
+    ),
+    "llama": (
+        '"{root}/examples/llama.py:llama" (layers=4, width=256, heads=8, kv_heads=4, ffn=704, vocab=2048, length=256)',
+        8, 256, "input_ids", "output.logits",
+    ),
+    "moe": (
+        '"{root}/examples/moe.py:mixtral" (layers=2, width=256, heads=4, kv_heads=2, ffn=256, experts=8, top=2,'
+        " vocab=1024, length=128)", 16, 128, "input_ids", "output.logits",
+    ),
+}  # fmt: skip
+"""The models: their lines, the samples of a step, the tokens of a sample, and the names of the input and the logits."""
+_GPT_TP = """\
+column blocks.*.attn.qkv over tp rows (3 h/tp d)
+row blocks.*.attn.out over tp
+column blocks.*.mlp.up over tp
+row blocks.*.mlp.down over tp
+vocab embed, head over tp
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A plan of a model: a name, and the lines that place it."""
+
+    model: str
+    name: str
+    lines: str
+
+    @property
+    def text(self) -> str:
+        """The plan's text."""
+        model, batch, length, tokens, output = _MODELS[self.model]
+        values = {"model": model.replace("{root}", str(ROOT)), "tokens": tokens, "output": output}
+        head = _HEAD.format(batch=batch, length=length, **values)
+        return head + self.lines.replace("{tokens}", tokens)
+
+
+_TWO = "mesh dp=2\nshard {tokens}, targets [B/dp, _]\n"
+_STAGES = "mesh pp=2\nstage balanced over pp\nschedule SCHEDULE microbatches 4\n"
+_LLAMA_TP = 'mesh tp=2\ninclude "parc:llama" (tp=2)\n'
+_EP = "mesh ep=2\nshard {tokens}, targets [B/ep, _]\nexperts model.layers.*.mlp.experts over ep dropless\n"
+CONFIGS = (
+    Config("gpt", "1 rank", "mesh dp=1\n"),
+    Config("gpt", "1 rank, 4 microbatches", "mesh dp=1\nschedule microbatches 4\n"),
+    Config("gpt", "1 rank, recompute", "mesh dp=1\nrecompute blocks.*\n"),
+    Config("gpt", "dp 2", _TWO),
+    Config("gpt", "dp 2, zero 1", _TWO + "zero 1 over dp\n"),
+    Config("gpt", "dp 2, zero 3", _TWO + "zero 3 over dp\n"),
+    Config("gpt", "tp 2", "mesh tp=2\n" + _GPT_TP),
+    Config("gpt", "pp 2, gpipe", _STAGES.replace("SCHEDULE", "gpipe")),
+    Config("gpt", "pp 2, 1f1b", _STAGES.replace("SCHEDULE", "1f1b")),
+    Config("llama", "1 rank", "mesh dp=1\n"),
+    Config("llama", "1 rank, recompute", "mesh dp=1\nrecompute model.layers.*\n"),
+    Config("llama", "dp 2", _TWO),
+    Config("llama", "dp 2, zero 2", _TWO + "zero 2 over dp\n"),
+    Config("llama", "tp 2", _LLAMA_TP),
+    Config("llama", "tp 2, sequence", _LLAMA_TP + "sequence model.layers.* over tp\n"),
+    Config("llama", "pp 2, 1f1b", _STAGES.replace("SCHEDULE", "1f1b")),
+    Config("llama", "cp 2, ring", "mesh cp=2\ncontext model.layers.* dim S over cp using ring\n"),
+    Config("moe", "1 rank", "mesh dp=1\n"),
+    Config("moe", "1 rank, 2 microbatches", "mesh dp=1\nschedule microbatches 2\n"),
+    Config("moe", "dp 2", _TWO),
+    Config("moe", "dp 2, zero 1", _TWO + "zero 1 over dp\n"),
+    Config("moe", "ep 2", _EP),
+)
+"""The plans."""
+
+
+def parc(*words: object) -> str:
+    """Run a command of parc's, and return what it prints.
+
+    Raises:
+        SystemExit: it fails; its messages are printed.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-m", "parc", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        sys.exit(ended.stderr)
+    return ended.stdout
+
+
+def measured(build: Path) -> float:
+    """Return the fastest step of a run, without the first ones."""
+    metrics = build.with_suffix(".jsonl")
+    metrics.unlink(missing_ok=True)
+    parc("run", build, "--steps", STEPS, "--metrics", metrics)
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return min(row["step_s"] for row in rows[2:] if "step_s" in row)
+
+
+def main() -> None:
+    """Build, run and price every plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", type=Path, help="a file of this machine, instead of a measurement")
+    parser.add_argument("--only", default="", help="configurations with this in their names")
+    args = parser.parse_args()
+    cluster = args.cluster or BUILDS / "here.toml"
+    if args.cluster is None:
+        BUILDS.mkdir(parents=True, exist_ok=True)
+        parc("cluster", "measure", "-o", cluster)
+    rows: list[tuple[Config, float, float, dict[str, Any]]] = []
+    for at, config in enumerate(CONFIGS):
+        if args.only not in f"{config.model} {config.name}":
+            continue
+        build = built(BUILDS / f"clock{at}", config.text)
+        form = json.loads(parc("show", build, "--time", "--cluster", cluster.resolve(), "--json"))
+        seconds = measured(build)
+        rows.append((config, seconds, form["step_s"], form["parts"]))
+        shares = " ".join(f"{part} {value / form['step_s']:.0%}" for part, value in form["parts"].items())
+        print(f"{config.model:6} {config.name:24} {1e3 * seconds:8.1f} ms {1e3 * form['step_s']:8.1f} ms"
+              f" {form['step_s'] / seconds - 1:+7.1%}  {shares}", flush=True)  # fmt: skip
+    print_summary(rows)
+
+
+def print_summary(rows: Sequence[tuple[Config, float, float, dict[str, Any]]]) -> None:
+    """Print errors and ranks."""
+    errors = [abs(predicted / seconds - 1) for _, seconds, predicted, _ in rows]
+    _, scalar, after = error_after_scalar([(seconds, predicted) for _, seconds, predicted, _ in rows])
+    print(
+        f"{len(rows)} plans: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%};"
+        f" after {scalar:.3f}: {after:.1%}"
+    )
+    for model in dict.fromkeys(config.model for config, *_ in rows):
+        pairs = [(seconds, predicted) for config, seconds, predicted, _ in rows if config.model == model]
+        if len(pairs) > 2:
+            print(f"{model}: Spearman {spearman(pairs):.2f} of {len(pairs)} plans")
+
+
+if __name__ == "__main__":
+    main()

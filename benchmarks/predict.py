@@ -1,0 +1,460 @@
+"""``make predict``: published training runs priced by the clock, beside their measured times.
+
+``python -m benchmarks.predict CSV`` prices the rows of another table with the same columns. Every row becomes the plan
+that its columns say, which is compiled (not checked) and priced on the row's cluster. What a measured system did
+otherwise is a switch of ``SYSTEMS``, by system, never by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parc.compiler.clock.cluster import Cluster, find_cluster
+from parc.compiler.clock.lines import Habits
+
+if TYPE_CHECKING:
+    from parc.compiler.build.build import Build
+    from parc.compiler.plan.plan import Plan
+
+ROOT = Path(__file__).resolve().parent
+CACHE = ROOT.parent / "build" / "predict"
+Row = Mapping[str, str]
+
+# ---- what rows do not say
+
+
+@dataclass(frozen=True)
+class System:
+    """The habits of a measured system, which its rows do not say."""
+
+    habits: Habits
+    dropout: float = 0.0
+    selective: str = "keep products"
+    """The operators that ``selective`` recomputation keeps."""
+
+
+_MEGATRON_2021 = System(
+    Habits(
+        compiled=True, fused_attention=False, overlap=False, blocking_sends=True, half_gradients=True, own_norms=True
+    ),
+    0.1,
+)
+_MEGATRON = System(Habits(compiled=True, own_norms=True))
+_FSDP = System(Habits(compiled=True))
+SYSTEMS: tuple[tuple[str, System], ...] = (
+    ("Megatron-LM 2020", _MEGATRON_2021),
+    ("Megatron-LM 2021", _MEGATRON_2021),
+    ("Megatron-LM Jan-2021", _MEGATRON_2021),
+    ("Megatron-LM 2022", _MEGATRON_2021),
+    ("Megatron-DeepSpeed", _MEGATRON_2021),
+    ("Megatron+DeepSpeed", _MEGATRON_2021),
+    ("GPT-NeoX", _MEGATRON_2021),
+    ("zero-bubble", System(Habits(compiled=True, overlap=False, blocking_sends=True, half_gradients=True))),
+    ("Alpa", System(Habits(compiled=True, fused_attention=False, overlap=False, blocking_sends=True))),
+    ("DeepSpeed ZeRO-3", System(Habits(compiled=True, fused_attention=False), 0.1)),
+    ("torchtitan", System(Habits(compiled=True), selective="keep products, attention")),
+    ("", _MEGATRON),
+)
+"""The systems by the beginning of their names: no overlap of data-parallel sums, scores in memory, sends that block,
+and gradients in fp16, in Megatron-LM of 2020 to 2022 and what is made of it."""
+
+GPUS = (
+    ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),
+    ("GB200", "gb200-nvl72"), ("B200", "b200"),
+)  # fmt: skip
+PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp16/bf16": "bf16", "amp_bf16/DEFAULT": "bf16", "bf16/PURE": "bf16"}
+"""The types of parc that rows' types are priced as: float16 and bfloat16 have one peak and one size."""
+FILLED = {"vocab": "51200", "micro_batch": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "0", "tp": "1",
+          "pp": "1"}  # fmt: skip
+"""The value of an empty field."""
+ZERO = {"0": 0, "0?": 0, "": 0, "1": 1, "2": 2, "3": 3, "HSDP": 3, "RS": 2, "3 (MiCS, 128-GPU shard groups)": 3}
+
+
+class Inexpressible(Exception):
+    """The reason for which a row has no plan."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as a plan: its text, the clusters and the habits, and what is extrapolated: the layers of a chunk."""
+
+    text: str
+    cluster: str
+    node: int
+    nic: float
+    habits: Habits
+    layers: int
+    """The most layers of a chunk."""
+    chunks: int
+    missing: int
+    """The layers by which all chunks together have fewer: the last and the first chunks have one less."""
+    samples: int
+
+
+def number(row: Row, key: str) -> int:
+    """Return a whole number of a row, with what fills an empty field."""
+    text = row[key] or FILLED.get(key, "")
+    try:
+        return int(float(text))
+    except ValueError:
+        raise Inexpressible(f"`{key}` is {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a row: axes, microbatches, chunks, and the model."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    count: int
+    """Microbatches."""
+    chunks: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool
+
+    @classmethod
+    def of(cls, row: Row) -> Shape:
+        """Read the sizes of a row.
+
+        Raises:
+            Inexpressible: they do not divide, or a schedule does not take them.
+        """
+        world, tp, pp, cp = (number(row, key) for key in ("n_gpus", "tp", "pp", "cp"))
+        dp = world // (tp * pp * cp)
+        batch = number(row, "global_batch")
+        micro = min(number(row, "micro_batch"), max(1, batch // max(1, dp)))
+        if dp * tp * pp * cp != world or batch % (dp * micro):
+            raise Inexpressible("the axes do not make up the GPUs, or do not divide the batch")
+        count, chunks = batch // (dp * micro), 1
+        if pp > 1 and ("interleaved" in row["schedule"] or row["schedule"] == "1F1B-I"):
+            most = math.ceil(number(row, "layers") / pp)
+            chunks = most if row["vpp"].startswith("max") else number(row, "vpp")
+        if pp > 1 and (count % pp if chunks > 1 else count < pp):
+            raise Inexpressible("too few microbatches for the stages, or no multiple of them")
+        heads = number(row, "heads")
+        kv_heads = number(row, "kv_heads") if row["kv_heads"] else heads
+        if number(row, "hidden") % heads or heads % tp or (kv_heads % tp and tp % kv_heads):
+            raise Inexpressible("heads that the ranks do not divide")
+        ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * number(row, "hidden")
+        return cls(dp, tp, pp, cp, count, chunks, heads, kv_heads, ffn, row["gated_mlp"] not in ("", "0", "0.0"))
+
+
+def case_of(row: Row) -> Case:
+    """Return the plan that a row's columns say.
+
+    Raises:
+        Inexpressible: parc has no plan of them.
+    """
+    system = next(known for name, known in SYSTEMS if row["system"].startswith(name))
+    cluster = next((ours for name, ours in GPUS if row["gpu"].startswith(name)), None)
+    if cluster is None:
+        raise Inexpressible(f"no cluster of {row['gpu']}")
+    if row["precision"] not in PRECISIONS:
+        raise Inexpressible(f"products in {row['precision']}")
+    if row["family"] == "moe" or number(row, "ep") > 1:
+        raise Inexpressible("experts")
+    if row["schedule"].startswith("ZB"):
+        raise Inexpressible(f"the schedule {row['schedule']}")
+    shape = Shape.of(row)
+    text = "\n".join([*_model_lines(row, shape, system), *_placements(row, shape, system)])
+    node = number(row, "gpus_per_node") if row["gpus_per_node"] else 8
+    nic = float(row["nic_GBps_per_gpu"] or 0) * 1e9
+    stages = shape.pp * shape.chunks
+    each = math.ceil(number(row, "layers") / stages)
+    missing = each * stages - number(row, "layers")
+    return Case(text, cluster, node, nic, system.habits, each, stages, missing, number(row, "global_batch"))
+
+
+def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
+    """Yield the lines of the model, its data and its update."""
+    words = 128 * shape.tp
+    vocab, length = math.ceil(number(row, "vocab") / words) * words, number(row, "seq_len")
+    tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not shape.gated
+    flags = f"gated={str(shape.gated).lower()}, tied={str(tied).lower()}, dropout={system.dropout:g}"
+    width = number(row, "hidden")
+    yield (f'model "./predict_models.py:Transformer" (layers=$layers, width={width}, heads={shape.heads},'
+           f" kv_heads={shape.kv_heads}, ffn={shape.ffn}, vocab={vocab}, length={length}, {flags})")  # fmt: skip
+    yield from ("input tokens int64 [B, S]", "input targets int64 [B, S]")
+    yield f"sizes B={number(row, 'global_batch')}, S={length}"
+    yield from ("loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1")
+    yield f"precision {PRECISIONS[row['precision']]}"
+
+
+def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
+    """Yield the lines that place the model and order its work. Megatron's ranks lie as here: tensors innermost."""
+    yield f"mesh pp={shape.pp}, dp={shape.dp}, cp={shape.cp}, tp={shape.tp}"
+    yield "shard tokens, targets [B/dp, _]"
+    name = "interleaved" if shape.chunks > 1 else "1f1b" if shape.pp > 1 else ""
+    chunks = f" chunks {shape.chunks}" if shape.chunks > 1 else ""
+    yield f"schedule {name} microbatches {shape.count}{chunks}"
+    if shape.pp * shape.chunks > 1:
+        yield "$cuts"
+    if shape.tp > 1:
+        yield "column blocks.*.attn.{q,k,v}, blocks.*.mlp.up over tp"
+        yield from ("row blocks.*.attn.out, blocks.*.mlp.down over tp", "vocab embed, head over tp")
+        if shape.gated:
+            yield "column blocks.*.mlp.gate over tp"
+        if number(row, "seq_parallel"):
+            yield "sequence blocks.* over tp"
+    if shape.cp > 1:
+        yield "context blocks.* dim S over cp using zigzag"
+    if (zero := ZERO.get(row["zero_stage"], 0)) and shape.dp > 1:
+        yield f"zero {zero} over dp"
+    if row["recompute"] == "full":
+        yield "recompute blocks.*"
+    elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
+        yield f"recompute blocks.* {system.selective}"
+
+
+def cluster_of(case: Case) -> Cluster:
+    """Return the cluster of a row, with its own NIC and node."""
+    cluster = find_cluster(case.cluster)
+    network = replace(cluster.network, bandwidth=case.nic) if case.nic else cluster.network
+    return replace(cluster, network=network, ranks=case.node)
+
+
+# ---- compiling and pricing
+
+_EXACT = 3
+"""The most layers of a chunk that are compiled as they are; more are extrapolated from plans of two and three, because
+all layers of a chunk take equal times."""
+
+
+def predicted(case: Case) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and its parts."""
+    if case.layers <= _EXACT:
+        return _step(case, case.layers)
+    (two, parts2), (three, parts3) = _step(case, _EXACT - 1), _step(case, _EXACT)
+    more = case.layers - _EXACT
+    return three + more * (three - two), {key: parts3[key] + more * (parts3[key] - parts2[key]) for key in parts3}
+
+
+def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
+    from parc.compiler.clock.links import Links
+    from parc.compiler.clock.step import StepClock
+    from parc.compiler.plan.plan import read_plan
+    from parc.grammar.source import Source
+    from parc.step_time import update_seconds
+
+    layers, cuts = _cuts(each, case.chunks, case.missing)
+    text = case.text.replace("$cuts", cuts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = read_plan(Source("row.parc", f"let layers={layers}\n{text}\n"), {})
+        build = _build(plan, f"layers={layers}\n{text}")
+    cluster = cluster_of(case)
+    links = Links(build.mesh, cluster, case.node)
+    updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
+    time = StepClock(build.roles, links, case.habits, updates).run()
+    return time.seconds, time.parts(time.longest)
+
+
+def _cuts(each: int, chunks: int, missing: int) -> tuple[int, str]:
+    """Return the layers of a model, and the lines that cut it into chunks of equally many, up to the missing ones: the
+    last and the first chunks have one less, as they have the head and the embedding."""
+    sizes = [each] * chunks
+    for at in range(missing):
+        sizes[-1 - at // 2 if at % 2 == 0 else at // 2] -= 1
+    *ends, layers = accumulate(sizes)
+    blocks = ",".join(str(end) for end in dict.fromkeys(ends) if end < layers)
+    lines = [f"stage before blocks.{{{blocks}}} over pp" if "," in blocks else f"stage before blocks.{blocks} over pp"]
+    lines += ["stage before norm over pp"] * (layers in ends)
+    return layers, "\n".join(lines)
+
+
+def _build(plan: Plan, text: str) -> Build:
+    """Return the build of a plan, from the cache if the compiler is the same."""
+    from parc.compiler.build.build import Build
+    from parc.compiling.compiled import files_of, manifest_of
+    from parc.compiling.driver import compile_plan
+
+    file = CACHE / f"{sha256(f'{text}{compiler_hash()}'.encode()).hexdigest()[:24]}.gz"
+    if not file.exists():
+        compiled = compile_plan(plan, ROOT)
+        files, manifest = files_of(compiled), manifest_of(compiled)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        whole = file.with_suffix(f".{os.getpid()}")
+        whole.write_bytes(gzip.compress(json.dumps([files, manifest]).encode(), 1))
+        whole.rename(file)
+    files, manifest = json.loads(gzip.decompress(file.read_bytes()))
+    return Build.of(ROOT, files, manifest, {})
+
+
+@cache
+def compiler_hash() -> str:
+    """Return a hash of the code that makes programs, which the clock is no part of."""
+    folders = ("compiler", "passes", "grammar", "parc/compiling")
+    files = [file for folder in folders for file in sorted((ROOT.parent / folder).rglob("*.py"))]
+    files = [ROOT / "predict_models.py", *(file for file in files if file.parent.name not in ("clock", "directives"))]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def price_case(case: Case) -> dict[str, Any]:
+    """Return the prediction of a row, or the reason for which parc refuses it."""
+    try:
+        seconds, parts = predicted(case)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    return {"s": seconds, "parts": parts}
+
+
+# ---- figures
+
+
+def error_after_scalar(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return, of pairs (measured, predicted), the mean error, the median of measured over predicted, and the mean error
+    after that scalar."""
+    raw = statistics.mean(abs(p / m - 1) for m, p in pairs)
+    scalar = statistics.median(m / p for m, p in pairs)
+    return raw, scalar, statistics.mean(abs(scalar * p / m - 1) for m, p in pairs)
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the correlation of ranks."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
+
+    a, b = (ranks(column) for column in zip(*pairs, strict=True))
+    return statistics.correlation(a, b)
+
+
+def regret(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the measured time of the plan predicted fastest, over the least measured, minus 1."""
+    chosen = min(pairs, key=lambda pair: pair[1])
+    return chosen[0] / min(m for m, _ in pairs) - 1
+
+
+def model_flops(row: Row) -> float:
+    """Return the model FLOPs of a step, attention in full."""
+    layers, width, heads = (number(row, key) for key in ("layers", "hidden", "heads"))
+    kv = number(row, "kv_heads") if row["kv_heads"] else heads
+    ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
+    gated = row["gated_mlp"] not in ("", "0", "0.0")
+    length = number(row, "seq_len")
+    token = layers * (
+        2 * width * width * (2 + 2 * kv / heads) + 4 * length * width + 2 * width * ffn * (3 if gated else 2)
+    )
+    return 3 * (token + 2 * width * number(row, "vocab")) * length * number(row, "global_batch")
+
+
+def constant_mfu(row: Row, case: Case) -> float:
+    """Return the seconds of a step of which all operations take their share of the peak."""
+    full = 4 / 3 if row["recompute"] == "full" else 1
+    return full * model_flops(row) / (cluster_of(case).peak["bf16"] * number(row, "n_gpus"))
+
+
+def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield f"{'source':62} {'rows':>4} {'raw':>7} {'scalar':>7} {'after':>7} {'constant MFU':>13}"
+    for source in sorted({row["source"] for row, _, _ in rows}):
+        of = [(row, case, s) for row, case, s in rows if row["source"] == source]
+        pairs = [(float(row["iter_time_s"]), s) for row, _, s in of]
+        raw, scalar, after = error_after_scalar(pairs)
+        _, _, constant = error_after_scalar(
+            [(float(row["iter_time_s"]), constant_mfu(row, case)) for row, case, _ in of]
+        )
+        yield f"{source[:62]:62} {len(of):4} {raw:7.1%} {scalar:7.3f} {after:7.1%} {constant:13.1%}"
+    yield ""
+    yield f"{'group':44} {'rows':>4} {'Spearman':>9} {'regret':>7}"
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for group in sorted({row["rank_group"] for row, _, _ in rows} - {""}):
+        pairs = [(float(row["iter_time_s"]) / case.samples, s / case.samples)
+                 for row, case, s in rows if row["rank_group"] == group]  # fmt: skip
+        if len(pairs) < 2:
+            continue
+        rho, loss = spearman(pairs) if len({p for _, p in pairs}) > 1 else math.nan, regret(pairs)
+        kinds.setdefault(re.split("-", group)[0], []).append((rho, loss))
+        yield f"{group:44} {len(pairs):4} {rho:9.2f} {loss:7.1%}"
+    for kind, values in kinds.items():
+        known = [rho for rho, _ in values if not math.isnan(rho)]
+        yield (f"{f'mean of {kind}':44} {len(values):4} {statistics.mean(known):9.2f}"
+               f" {statistics.mean(loss for _, loss in values):7.1%}")  # fmt: skip
+
+
+SCALE = ((512, 1152, 24.49), (2048, 1152, 25.26), (2432, 1216, 25.40), (2560, 1120, 25.57), (8192, 1536, 27.64))
+"""MLPerf's training of Llama 3.1 405B in FP8 on H100: GPUs, sequences of a batch, and GPU seconds of a sequence."""
+
+
+def scale() -> Iterator[str]:
+    """Yield the GPU seconds of a sequence of Llama 3.1 405B, in TP 8, PP 8, CP 2 and 8 chunks, in bfloat16."""
+    row = {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn_hidden": "53248", "gated_mlp": "1",
+           "vocab": "128256", "tied_emb": "0", "seq_len": "8192", "micro_batch": "1", "gpu": "H100", "family": "llama",
+           "gpus_per_node": "8", "nic_GBps_per_gpu": "50", "tp": "8", "pp": "8", "cp": "2", "vpp": "8", "ep": "1",
+           "zero_stage": "1", "seq_parallel": "1", "recompute": "none", "precision": "bf16", "system": "",
+           "schedule": "interleaved-1F1B"}  # fmt: skip
+    first: list[float] = []
+    for world, batch, measured in SCALE:
+        seconds, parts = predicted(case_of({**row, "n_gpus": str(world), "global_batch": str(batch)}))
+        first = first or [seconds * world / batch, measured]
+        each = seconds * world / batch
+        yield (f"{world:5} GPUs: {each:6.2f} GPU s a sequence ({each / first[0] - 1:+.1%}), measured {measured:6.2f}"
+               f" ({measured / first[1] - 1:+.1%}); bubble {parts['bubble'] / seconds:.1%}")  # fmt: skip
+
+
+def main() -> int:
+    """Price all rows of a table and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", type=Path, nargs="?", default=Path("published_runs.csv"))
+    parser.add_argument("--source", default="", help="only sources with this in their names")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scale", action="store_true", help="Llama 3.1 405B on 512 to 8,192 H100 instead")
+    args = parser.parse_args()
+    if args.scale:
+        for text in scale():
+            print(text, flush=True)
+        return 0
+    with open(args.csv, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+    cases: list[tuple[Row, Case]] = []
+    left: dict[str, list[str]] = {}
+    for row in rows:
+        try:
+            if not row["iter_time_s"]:
+                raise Inexpressible("no time")
+            cases.append((row, case_of(row)))
+        except Inexpressible as reason:
+            left.setdefault(str(reason), []).append(row["id"])
+    priced: list[tuple[Row, Case, float]] = []
+    with ProcessPoolExecutor(args.workers) as pool:
+        for (row, case), result in zip(cases, pool.map(price_case, [c for _, c in cases]), strict=True):
+            if "error" in result:
+                left.setdefault(result["error"], []).append(row["id"])
+                continue
+            priced.append((row, case, result["s"]))
+            if args.rows:
+                shares = " ".join(f"{key} {value / result['s']:.0%}" for key, value in result["parts"].items())
+                print(f"{row['id']:40} {float(row['iter_time_s']):9.3f} {result['s']:9.3f}"
+                      f" {result['s'] / float(row['iter_time_s']) - 1:+7.1%}  {shares}", flush=True)  # fmt: skip
+    print("\n".join(tables(priced)))
+    print(f"\n{len(priced)} of {len(rows)} rows priced; the others:")
+    for reason, names in sorted(left.items(), key=lambda pair: -len(pair[1])):
+        print(f"{len(names):4} {reason}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,464 @@
+"""The measurement of this machine for a cluster's file: lines of programs, run as a run runs them, by one rank alone
+and by two at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.grammar.bounded import read_bounded, read_json
+
+_REPEATS, _MOST_REPEATS, _BUDGET_S, _LEAST_S = 7, 60, 0.4, 2e-3
+"""The runs of a probe, of which the fastest counts: the least number, the most, and the seconds after which no more are
+made; and the least time of a run, for which a line is repeated."""
+_SHAPES = ((256, 256, 256), (512, 512, 512), (1024, 128, 512), (256, 2048, 128), (1024, 512, 64), (512, 512, 2048),
+           (1024, 1024, 1024))  # fmt: skip
+"""The products that are measured: rows, columns, inner dim."""
+_SIZES = tuple(1 << power for power in (10, 13, 15, 17, 19, 21, 23))
+"""The entries of the sums that are measured, of three tensors each."""
+_ENTRIES = 1 << 18
+"""The entries of other operators."""
+_ON_DEVICE = 16
+"""The factor by which a GPU gets more entries, as it has more to keep busy."""
+_MESSAGES = (1 << 8, 1 << 18, 1 << 22)
+"""The entries of collectives: latency, and two sizes for the bandwidth."""
+
+
+@dataclass(frozen=True)
+class TimedLine:
+    """A line of a program that is timed: its operands with their types, its results' types, and its operator."""
+
+    name: str
+    operands: Mapping[str, str]
+    line: str
+    types: str
+    results: int = 1
+
+    def text(self, mesh: str, count: int) -> str:
+        """Return a program that has the line so many times."""
+        head = [f'    {name}: "{type_}",  # input {name}' for name, type_ in self.operands.items()]
+        names = [", ".join(f"y{at}_{place}" for place in range(self.results)) for at in range(count)]
+        lines = [f"    {name} = {self.line}  # {self.types} | - -" for name in names]
+        last = names[-1].split(", ")[0]
+        return "\n".join([
+            '"""parc program: role stage0, action F"""', "", f"mesh({mesh})", "", "", "def forward(", *head, "):",
+            *lines, "    return {", f'        "output y": {last},', "    }", "",
+        ])  # fmt: skip
+
+
+def _unary(name: str, line: str, entries: int, kind: str = "f32") -> TimedLine:
+    return TimedLine(name, {"x": f"{kind}[{entries // 64}, 64]"}, line, f"{kind}[{entries // 64}, 64]")
+
+
+def product_probe(shape: Sequence[int], kind: str) -> TimedLine:
+    """Return the probe of a product."""
+    rows, columns, inner = shape
+    operands = {"a": f"{kind}[{rows}, {inner}]", "b": f"{kind}[{inner}, {columns}]"}
+    return TimedLine("product", operands, "aten.mm.default(a, b)", f"{kind}[{rows}, {columns}]")
+
+
+def sum_probe(entries: int) -> TimedLine:
+    """Return the probe of a line that reads two tensors and writes one."""
+    type_ = f"f32[{entries}]"
+    return TimedLine("sum", {"a": type_, "b": type_}, "aten.mul.Tensor(a, b)", type_)
+
+
+def attention_probes(batch: int, heads: int, length: int, size: int) -> tuple[TimedLine, TimedLine]:
+    """Return the probes of attention, and of its backward."""
+    full, sums = f"f32[{batch}, {heads}, {length}, {size}]", f"f32[{batch}, {heads}, {length}]"
+    operands, scale = {"q": full, "k": full, "v": full}, 1 / math.sqrt(size)
+    forward = TimedLine("attention", operands, f"parc.attention.default(q, k, v, None, None, True, {scale}, 0.0)",
+                    f"{full}; {sums}", 2)  # fmt: skip
+    back = TimedLine(
+        "attention_backward", {"g": full, **operands, "o": full, "s": sums},
+        f"parc.attention_backward.default(g, q, k, v, None, None, o, s, True, {scale}, 0.0)",
+        f"{full}; {full}; {full}", 3,
+    )  # fmt: skip
+    return forward, back
+
+
+def operator_probes(entries: int) -> Iterator[TimedLine]:
+    """Yield the probes of operators that may be slower than their bytes."""
+    for name, more in (("gelu", ""), ("silu", ""), ("exp", ""), ("rsqrt", ""), ("cos", ""), ("sin", ""), ("log", ""),
+                       ("tanh", ""), ("sigmoid", ""), ("_softmax", ", 1, False"), ("neg", "")):  # fmt: skip
+        yield _unary(name, f"aten.{name}.default(x{more})", entries)
+    pair = {"g": f"f32[{entries // 64}, 64]", "x": f"f32[{entries // 64}, 64]"}
+    for name in ("gelu_backward", "silu_backward"):
+        yield TimedLine(name, pair, f"aten.{name}.default(g, x)", f"f32[{entries // 64}, 64]")
+    yield _unary("pow", "aten.pow.Tensor_Scalar(x, 2)", entries)
+    yield TimedLine(
+        "sum", {"x": f"f32[{entries // 64}, 64]"}, "aten.sum.dim_IntList(x, [1], True)", f"f32[{entries // 64}, 1]"
+    )
+    yield TimedLine("cat", pair, "aten.cat.default([g, x], -1)", f"f32[{entries // 64}, 128]")
+    yield TimedLine("square_sum", {"x": f"f32[{entries}]"}, "parc.square_sum.default(x)", "f32[]")
+    rows = entries // 64
+    mask = f"parc.dropout_mask.default(k, [{rows}, 64], 0.1, torch.float32)"
+    yield TimedLine("dropout_mask", {"k": "i64[]"}, mask, f"f32[{rows}, 64]")
+    yield TimedLine(
+        "lookup", {"t": "f32[512, 64]", "i": f"i64[{rows}]"}, "parc.lookup.default(t, i, -1)", f"f32[{rows}, 64]"
+    )
+    yield TimedLine("lookup_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
+                "parc.lookup_backward.default(g, i, 512, -1)", "f32[512, 64]")  # fmt: skip
+    yield TimedLine("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
+                "aten.embedding_dense_backward.default(g, i, 512, -1, False)", "f32[512, 64]")  # fmt: skip
+    norm = {"x": f"f32[{rows}, 64]", "w": "f32[64]", "b": "f32[64]"}
+    yield TimedLine("native_layer_norm", norm, "aten.native_layer_norm.default(x, [64], w, b, 1e-05)",
+                f"f32[{rows}, 64]; f32[{rows}, 1]; f32[{rows}, 1]", 3)  # fmt: skip
+    yield TimedLine(
+        "native_layer_norm_backward", {"g": f"f32[{rows}, 64]", **norm, "m": f"f32[{rows}, 1]", "r": f"f32[{rows}, 1]"},
+        "aten.native_layer_norm_backward.default(g, x, [64], m, r, w, b, [True, True, True])",
+        f"f32[{rows}, 64]; f32[64]; f32[64]", 3,
+    )  # fmt: skip
+
+
+def message_probes(entries: int) -> Iterator[TimedLine]:
+    """Yield the probes of collectives over two ranks, whose whole tensor has so many entries."""
+    rows = entries // 64
+    yield TimedLine("all_reduce", {"x": f"f32[{rows}, 64] +dp"}, "parc.all_reduce(x, 'dp')", f"f32[{rows}, 64]")
+    yield TimedLine("all_gather", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_gather(x, 'dp', 0, 1)", f"f32[{rows}, 64]")
+    yield TimedLine(
+        "reduce_scatter", {"x": f"f32[{rows}, 64] +dp"}, "parc.reduce_scatter(x, 'dp', 0, 1)", f"f32[{rows}/dp, 64]"
+    )
+    yield TimedLine(
+        "all_to_all", {"x": f"f32[{rows}/dp, 64]"}, "parc.all_to_all(x, 'dp', 0, 1, 1, 1)", f"f32[{rows}, 64/dp]"
+    )
+
+
+class Bench:
+    """The bench of one rank among those that measure at once."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        from parc.compiler.layout.mesh import Mesh
+
+        self.rank, self.world, self.device = rank, world, device
+        self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
+
+    def seconds(self, probe: TimedLine) -> float:
+        """Return the least time of a line."""
+        from parc.compiler.program.text import parse_program
+        from parc.runtime.backends.distributed import Distributed
+        from parc.runtime.backends.in_process import InProcess
+        from parc.runtime.machine.execute import Machine
+
+        count = 1
+        while True:
+            program = parse_program(probe.text(str(self.mesh), count))
+            backend: Any = InProcess(self.mesh)
+            if self.world > 1:
+                backend = Distributed(self.mesh, [program], self.rank, self.device)
+            machine = Machine(program, backend, self.device, reuse=True)
+            values = {value.name: self._tensor(value) for value in program.main.parameters}
+            best = self.fastest(lambda: self._once(machine, values))  # noqa: B023
+            if best >= _LEAST_S or count >= 256:
+                return best / count
+            count = min(256, max(2 * count, math.ceil(1.2 * count * _LEAST_S / max(best, 1e-6))))
+
+    def fastest(self, once: Callable[[], float]) -> float:
+        """Return the least time of several runs, of the slower rank: all ranks make equally many."""
+        best, spent, count = math.inf, 0.0, 0
+        while count < _REPEATS or (count < _MOST_REPEATS and spent < _BUDGET_S):
+            seconds = torch.tensor([once()], dtype=torch.float64, device=self.device)
+            if self.world > 1:
+                torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
+            best, spent, count = min(best, float(seconds)), spent + float(seconds), count + 1
+        return best
+
+    def _tensor(self, value: Any) -> torch.Tensor:
+        shape, dtype = value.type.local(self.mesh), value.type.dtype
+        if dtype.is_floating_point:
+            return torch.randn(shape, device=self.device).to(dtype)
+        return torch.randint(0, 512, shape, device=self.device).to(dtype)
+
+    def _once(self, machine: Any, values: Mapping[str, torch.Tensor]) -> float:
+        if self.world > 1:
+            torch.distributed.barrier()
+        self._wait()
+        begin = time.perf_counter()
+        machine.run([dict(values)])
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def figures(bench: Bench) -> dict[str, Any]:
+    """Return the times of all probes on this rank."""
+    more = 1 if bench.device.type == "cpu" else _ON_DEVICE
+    kinds = ("f32", "bf16")
+    call = bench.seconds(sum_probe(64))
+    batch, heads, length, size = 4 * more, 8, 256, 64
+    forward, backward = (bench.seconds(probe) for probe in attention_probes(batch, heads, length, size))
+    work = 2 * batch * heads * length * length * size  # multiply-adds of the scores and of the weighted sum
+    result: dict[str, Any] = {
+        "call": call,
+        "products": {kind: [(*shape, bench.seconds(product_probe(shape, kind)))
+                            for shape in ([s * math.isqrt(more) for s in shape] for shape in _SHAPES)]
+                     for kind in kinds},
+        "sums": [(12 * size_, bench.seconds(sum_probe(size_))) for size_ in (s * more for s in _SIZES)],
+        "attention": [work, forward, backward],
+        "operators": {probe.name: (_bytes_of(probe), bench.seconds(probe))
+                      for probe in operator_probes(_ENTRIES * more)},
+        "entries": _ENTRIES * more, "update": _update(bench, more),
+    }  # fmt: skip
+    if bench.world > 1:
+        result["messages"] = {
+            entries: {probe.name: bench.seconds(probe) for probe in message_probes(entries)} for entries in _MESSAGES
+        }
+        result["sends"] = {entries: _send(bench, entries) for entries in _MESSAGES}
+        result["taken"] = _taken(bench)
+    return result
+
+
+def _bytes_of(probe: TimedLine) -> int:
+    """Return the bytes of a probe's operands and results."""
+    from parc.compiler.layout.mesh import Mesh
+    from parc.compiler.layout.placement import parse_type
+
+    types = [*probe.operands.values(), *probe.types.split("; ")]
+    return sum(parse_type(text, Mesh()).local_bytes(Mesh()) for text in types)
+
+
+def _update(bench: Bench, more: int) -> tuple[int, float]:
+    """Return the bytes of an update of AdamW, and its least time."""
+    count = (1 << 21) * more
+    parameter = torch.zeros(count, device=bench.device)
+    parameter.grad = torch.zeros(count, device=bench.device)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+
+    def once() -> float:
+        bench._wait()
+        begin = time.perf_counter()
+        optimizer.step()
+        bench._wait()
+        return time.perf_counter() - begin
+
+    return 28 * count, bench.fastest(once)
+
+
+def _send(bench: Bench, entries: int) -> float:
+    """Return the least time of a message to the other rank and back, halved."""
+    tensor = torch.zeros(entries, device=bench.device)
+
+    def once() -> float:
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        if bench.rank == 0:
+            torch.distributed.send(tensor, 1)
+            torch.distributed.recv(tensor, 1)
+        else:
+            torch.distributed.recv(tensor, 0)
+            torch.distributed.send(tensor, 0)
+        bench._wait()
+        return (time.perf_counter() - begin) / 2
+
+    return bench.fastest(once)
+
+
+def _taken(bench: Bench) -> float:
+    """Return the part of a message's time during which the ranks' products stand still."""
+    a = torch.randn(512, 512, device=bench.device)
+    tensor = torch.zeros(_MESSAGES[-1], device=bench.device)
+
+    def once(talk: bool, count: int) -> float:
+        torch.distributed.barrier()
+        bench._wait()
+        begin = time.perf_counter()
+        work = torch.distributed.all_reduce(tensor, async_op=True) if talk else None
+        for _ in range(count):
+            a @ a
+        bench._wait()
+        if work is not None:
+            work.wait()
+        bench._wait()
+        return time.perf_counter() - begin
+
+    alone = bench.fastest(lambda: once(True, 0))
+    count = max(1, round(2 * alone / max(1e-6, bench.fastest(lambda: once(False, 8)) / 8)))
+    quiet, both = (bench.fastest(lambda: once(talk, count)) for talk in (False, True))  # noqa: B023
+    return min(1.0, max(0.0, (both - quiet) / alone))
+
+
+# ---- processes
+
+
+def measured(ranks: int, device: str) -> dict[str, Any]:
+    """Measure with so many processes at once; what the first one found."""
+    from parc.runtime.launch.launch import KEEP_MEMORY
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="parc-measure-") as folder:
+        out = Path(folder) / "figures.json"
+        variables = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+                     "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}  # fmt: skip
+        words = [sys.executable, "-m", "parc.measuring", str(ranks), device, str(Path(folder) / "store"), str(out)]
+        workers = [subprocess.Popen([*words, str(rank)], env=variables) for rank in range(ranks)]
+        if any(worker.wait() for worker in workers):
+            raise RuntimeError("a process that measures failed; its message is above")
+        return dict(read_json(out))
+
+
+def work(ranks: int, device: str, store: str, out: str, rank: int) -> None:
+    """Measure as one of several processes."""
+    kind = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if ranks > 1:
+        backend = "nccl" if device == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    with torch.no_grad():
+        result = figures(Bench(rank, ranks, kind))
+    if rank == 0:
+        Path(out).write_text(json.dumps(result), encoding="utf-8")
+    if ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+# ---- the file
+
+
+def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any] | None, device: str) -> str:
+    """Return the text of a cluster's file, from the measurements of one rank and, if there are any, of two at once."""
+    shared = several if device == "cpu" else None
+    links = several["messages"] if several is not None else None
+    memory = _memory(device)
+    rows = [
+        f"# {_machine(device)}, measured by `parc cluster measure` with torch {torch.__version__}: the fastest of"
+        f" at least {_REPEATS} runs of each.",
+        f'name = "{name}"',
+        f'about = "{_machine(device)}"',
+        f'kind = "{device}"',
+        f'names = ["{_machine(device)}"]',
+        *_device_rows(alone, "", several["taken"] if several is not None else 0.0, memory),
+    ]
+    rows += ["", "[links.node] # collectives of two ranks, by their latency and their largest size"]
+    rows += _link_rows(several, links)
+    rows += ["", "[links.network] # not measured: as inside the node", *_link_rows(several, links)]
+    count = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
+    rows += ["", "[library]", 'algorithms = ["ring"]', "", "[node]", f"ranks = {max(1, count)}", "count = 1", ""]
+    rows += ["[storage] # not measured: memory's own bandwidth, and a disk of 1 GB/s", f"host = {_rate(alone):.4g}"]
+    rows += ["disk = 1e9", "", "[framework]", "context = 4e8 # torch in one process, resident", "communicator = 1e7"]
+    if shared is not None:
+        rows += [
+            "",
+            "# two ranks at once, which share the cores",
+            *_device_rows(shared, "sharing.2.", shared["taken"], memory),
+        ]
+    return "\n".join(rows) + "\n"
+
+
+def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: int) -> list[str]:
+    """Return the sections of a device: peaks, products, memory, and operators."""
+    peaks, ramps, errors = {}, {}, {}
+    for kind, shapes in found["products"].items():
+        peaks[kind], ramps[kind], errors[kind] = _fit(shapes, found["call"])
+    words = {"f32": "fp32", "bf16": "bf16"}
+    call, rate = found["call"], _rate(found)
+    work, forward, backward = found["attention"]
+    table = [(size, size / (seconds - call)) for size, seconds in found["sums"] if seconds > 2 * call]
+    slow = {}
+    for name, (size, seconds) in found["operators"].items():
+        extra = (seconds - call) / found["entries"]
+        if extra > 1.3 * size / rate / found["entries"]:
+            slow[name] = extra
+    moved, seconds = found["update"]
+    flops = 2 * work / 2  # half of the scores is hidden
+    rows = ["", f"[{prefix}peak] # the fastest of {len(_SHAPES)} products"]
+    rows += [f"{words[kind]} = {peak:.4g}" for kind, peak in peaks.items()]
+    rows += [f"fp16 = {peaks['bf16']:.4g} # not measured: as bf16", f"fp64 = {peaks['f32'] / 2:.4g} # half of fp32"]
+    rows += [
+        "",
+        f"[{prefix}device]",
+        f"memory = {memory:.4g}",
+        f"bandwidth = {rate:.4g} # the largest sum of two tensors",
+    ]
+    rows += ["streaming = 1.0", "launch = 0.0", f"call = {call:.3g} # a line of 64 entries"]
+    rows += [f"taken_by_messages = {taken:.3g} # of products beside an all-reduce"]
+    rows += [f"update = {moved / seconds / rate:.3g} # AdamW over 2 M entries"]
+    rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {errors['f32']:.0%}"]
+    rows += ["top = 1.0", f"ramp = {ramps['f32']:.4g}"]
+    rows += [
+        f"attention = {flops / forward / peaks['f32']:.3g}",
+        f"attention_backward = {2.5 * flops / backward / peaks['f32']:.3g}",
+    ]
+    rows += ["grouped = 0.7 # not measured"]
+    rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
+    rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
+    pairs = ", ".join(f"[{size}, {rate_:.3g}]" for size, rate_ in table)
+    if prefix:
+        return [*rows[:1], f"[{prefix.rstrip('.')}]", f"table = [{pairs}]", *rows[1:]]
+    return [f"table = [{pairs}] # bytes of a line, bytes a second", *rows]
+
+
+def _fit(shapes: Sequence[Sequence[float]], call: float) -> tuple[float, float, float]:
+    """Return the peak and the ramp of `peak / (1 + ramp / k)` that fit products best, and the mean error."""
+    best = (math.inf, 1.0, 0.0)
+    rates = [
+        (inner, 2 * rows * columns * inner / max(seconds - call, 1e-9)) for rows, columns, inner, seconds in shapes
+    ]
+    for ramp in range(0, 400, 4):
+        peaks = sorted(rate * (1 + ramp / inner) for inner, rate in rates)
+        peak = peaks[len(peaks) // 2]
+        error = sum(abs(rate * (1 + ramp / inner) / peak - 1) for inner, rate in rates) / len(rates)
+        best = min(best, (error, peak, float(ramp)))
+    return best[1], best[2], best[0]
+
+
+def _rate(found: Mapping[str, Any]) -> float:
+    size, seconds = found["sums"][-1]
+    return float(size / seconds)
+
+
+def _link_rows(several: Mapping[str, Any] | None, links: Mapping[str, Any] | None) -> list[str]:
+    """Return the numbers of a link, from two sizes of each collective: among two ranks each sends the tensor's own
+    bytes in an all-reduce, and half of them in the others."""
+    if several is None or links is None:
+        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+        first = ["bandwidth = 1e9 # not measured: one device", "start = 1e-4", "hop = 0.0"]
+        return [*first, *(f"{name} = 1.0" for name in kinds)]
+    small, _, large = sorted(links, key=int)
+    bytes_of = {"all_reduce": 4.0, "all_gather": 2.0, "reduce_scatter": 2.0, "all_to_all": 2.0}
+    rates = {name: int(large) * each / max(1e-9, links[large][name] - links[small][name])
+             for name, each in bytes_of.items()}  # fmt: skip
+    sends = several["sends"]
+    rates["send"] = int(large) * 4.0 / max(1e-9, sends[large] - sends[small])
+    most = max(rates.values())
+    start = sum(links[small].values()) / len(links[small])
+    return [f"bandwidth = {most:.4g}", f"start = {start:.3g}", "hop = 0.0",
+            *(f"{name} = {max(0.01, rate / most):.3g}" for name, rate in rates.items())]  # fmt: skip
+
+
+def _memory(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name(0)
+    try:
+        lines = read_bounded(Path("/proc/cpuinfo"), 1 << 20).decode().splitlines()
+    except OSError:
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{os.cpu_count()} cores of {model}"
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
