@@ -52,7 +52,7 @@ help:
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make executed       the functions of a run's machine that no check of a build or a run executes, with reasons"
 	@echo "make planted-faults break parc's own source in a copy, one fault at a time, and say which check or test notices each"
-	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints; before it 200 kills, 300 ends of scripts, and every file that parc reads in every hostile form"
+	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints; before it 200 kills, 300 ends of scripts, 7,200 mutants of certificates, and every file that parc reads in every hostile form"
 
 # constraints.txt is the whole tested set; without its torch line pip leaves a torch that it finds as it is. A Python that
 # is itself in a virtual environment hands its torch on by a path file: --system-site-packages would skip over it.
@@ -218,6 +218,7 @@ soak: $(READY)
 	$(PY) -m tests.hostile_files
 	$(PY) -m tests.kills --seed $$RANDOM
 	$(PY) -m tests.exits
+	$(PY) -m tests.certified_mutants --seed $$RANDOM
 	$(PY) -m tests.hostile_inputs --seconds $$((15 * $(SOAK_MINUTES))) --seed $$RANDOM
 	end=$$(($$(date +%s) + 45 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \
 		$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=soak --hypothesis-seed=$$RANDOM --timeout=0 || exit 1; \
