@@ -221,13 +221,17 @@ def _(c: Call) -> Value:
     return _put_back(c, g, index, c.position(0, c.line.types[0]), padding)
 
 
-@row("aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor")
+@row(
+    "aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor"
+)
 def _(c: Call) -> Value:
     c.kwargs.pop("output_size", None)
     return c.tensors.product(*_indexed(c, *_indices(c)))
 
 
-@slope("aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor")
+@slope(
+    "aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor"
+)
 def _(c: Call, g: Value, y: Value) -> Gradients:
     x, indices = _indices(c)
     values, rows, result = _indexed(c, x, indices)
@@ -256,13 +260,13 @@ def _(c: Call) -> Value:
 
 def _repeats(c: Call, counts: Value) -> Value:
     """Return the numbers of entries, each as often as it is repeated."""
-    (size,) = set(c.line.types[0].local) & {c.line.kwargs["output_size"]}
+    size = c.line.kwargs.get("output_size")
+    if type(size) is not int:
+        raise Refused(f"{c.line.op} to {size} entries has no rule")
     return c.tensors.opaque("repeated", (), [counts], [["r"]], ["out"], ["r"], {"out": size})
 
 
-def _indexed(
-    c: Call, x: Value, indices: Sequence[Value | None]
-) -> tuple[list[Value], list[Labels], list[Hashable]]:
+def _indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> tuple[list[Value], list[Labels], list[Hashable]]:
     """Return what indexing by numbers is a product of, with labels: negative numbers count from the end."""
     t = c.tensors
     dims = [dim for dim, index in enumerate(indices) if index is not None]
@@ -281,8 +285,9 @@ def _indexed(
 
 
 def _has_mask(c: Call) -> bool:
-    """Return whether truth values are among the indices."""
-    return any(type_.dtype == "bool" for at, type_ in c.types.items() if at == 2 or isinstance(at, tuple))
+    """Return whether truth values are among the indices: those of a list, or the argument behind a dim."""
+    listed_ = isinstance(c.args[1], list)
+    return any(t.dtype == "bool" for at, t in c.types.items() if (isinstance(at, tuple) if listed_ else at == 2))
 
 
 _PUTS = (
@@ -296,7 +301,8 @@ def _put(c: Call) -> tuple[Value, bool, Number]:
     if ".index_put." in c.line.op or "._unsafe" in c.line.op:
         return c.args[2], c.at(3, False), 1
     part = c.args[3] if isinstance(c.args[3], Value) else c.tensors.constant(number(c.args[3]))
-    return part, ".index_add." in c.line.op, number(c.kwargs.pop("alpha", 1))
+    c.kwargs.pop("alpha", None)
+    return part, ".index_add." in c.line.op, number(c.line.kwargs.get("alpha", 1))
 
 
 @row(*_PUTS)

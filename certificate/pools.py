@@ -122,6 +122,8 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 @row(*(f"{op}_backward.default" for op in _SAMPLINGS))
 def _(c: Call) -> Value:
     g, there, here = c.args[:3]
+    if g.shape != (*here[:2], *there):
+        raise Refused(f"a gradient of {list(g.shape)} is put back from {list(there)} to {list(here)}")
     return _spread(c, g, _sampled(c, here, there, 3), back=True)
 
 
@@ -201,9 +203,7 @@ def _window_marks(c: Call, index: Value, shape: Sequence[int], rank: int) -> tup
 
 def _to_largest(c: Call, g: Value, index: Value, shape: Sequence[int], rank: int) -> Value:
     marks, names, _ = _window_marks(c, index, shape, rank)
-    return c.tensors.reshape(
-        c.tensors.product([marks, g], [names, names[:-1]], [*names[: -1 - rank], "p"]), shape
-    )
+    return c.tensors.reshape(c.tensors.product([marks, g], [names, names[:-1]], [*names[: -1 - rank], "p"]), shape)
 
 
 @slope(*_FIXED, *_ADAPTIVE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -78,7 +77,9 @@ def slope_of_norm(t: Tensors, g: Value, x: Value, y: Value, p: Any, dims: Any) -
 # ---- variances: of all entries, divided by their count less a correction
 
 
-_VARIANCES = tuple(f"aten.{name}.{way}" for name in ("var", "std", "var_mean", "std_mean") for way in ("correction", "dim"))
+_VARIANCES = tuple(
+    f"aten.{name}.{way}" for name in ("var", "std", "var_mean", "std_mean") for way in ("correction", "dim")
+)
 
 
 def _facts(c: Call, kwargs: dict[str, Any]) -> tuple[Any, bool, Value, Number]:

@@ -60,7 +60,8 @@ def _(c: Call) -> Value | tuple[Value, Value]:
 _ONE = {
     "aten.argmax.default": "largest of all at", "aten.max.dim": "largest of all at",
     "aten.argmin.default": "smallest of all at", "aten.min.dim": "smallest of all at",
-    "aten.median.dim": "median at", "aten.mode.default": "most frequent at", "aten.kthvalue.default": "smallest ones at",
+    "aten.median.dim": "median at", "aten.mode.default": "most frequent at",
+    "aten.kthvalue.default": "smallest ones at",
 }  # fmt: skip
 """Operators that find one entry along a dim, and the names of what they find."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -310,6 +311,13 @@ def ln(t: Tensors, x: Item) -> Number:
     if isinstance(x, Value) or x <= 0:
         raise Refused("the logarithm of such a number has no rule")
     exact: Number = number(math.log(x))
+    return exact
+
+
+@function
+def over(t: Tensors, x: Number) -> Number:
+    """Return one over a number as torch's gradient of ``celu`` has it, which rounds the number to float32."""
+    exact: Number = number(1 / struct.unpack("f", struct.pack("f", float(x)))[0])
     return exact
 
 

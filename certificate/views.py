@@ -475,6 +475,8 @@ def _diagonal(shape: Sequence[int], offset: int, one: int, other: int) -> tuple[
 def _on_diagonal(c: Call, g: Value, shape: Sequence[int], *facts: int) -> Value:
     t, (one, other, size, starts) = c.tensors, _diagonal(shape, *facts)
     names: list[Any] = [name for name in range(len(shape)) if name not in (one, other)]
+    if g.shape != (*(shape[name] for name in names), size):
+        raise Refused(f"a gradient of {list(g.shape)} is put back to {list(shape)}")
     same = t.leaf("delta", (size, size), (), (0, 0))
     g = t.product([g, same], [[*names, one], [one, other]], range(len(shape)))
     return t.place(t.place(g, one, starts[0], shape[one]), other, starts[1], shape[other])
@@ -572,4 +574,7 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 @row("aten.unfold_backward.default")
 def _(c: Call) -> Value:
     g, shape, dim, *facts = c.args
+    (dim,) = listed(dim, len(shape))
+    if (*g.shape[:dim], *g.shape[dim + 1 : -1]) != (*shape[:dim], *shape[dim + 1 :]) or g.shape[-1] != facts[0]:
+        raise Refused(f"a gradient of {list(g.shape)} is put back to {list(shape)}")
     return _folded(c, g, shape[dim], dim, *facts)
