@@ -163,6 +163,43 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
     return [left, None, *([_gathered(c, g, dim, index)] if isinstance(part, Value) else [])]
 
 
+# ---- experts with a capacity: the first tokens of a sequence that choose an expert have its slots [e, b, c], each the
+# token's number, or -1
+
+
+@row("parc.slots.default", constant=True)
+def _(c: Call) -> Value:
+    chosen, capacity, top = c.args
+    return c.tensors.opaque("slots", (capacity, top), [chosen], ["ebs"], "ebc", "s", {"c": capacity})
+
+
+_SLOTS: dict[str, tuple[str, str, str]] = {
+    "dispatch": ("bsh", "ebch", "combine"), "combine": ("ebch", "bsh", "dispatch"),
+    "pick_slots": ("ebs", "ebc", "unpick_slots"), "unpick_slots": ("ebc", "ebs", "pick_slots"),
+}  # fmt: skip
+"""Operators on slots: the letters of the operand and of the result, and the one that gives the operand's gradient."""
+
+
+def _by_slots(c: Call, x: Value, slots: Value, name: str, tokens: int) -> Value:
+    """Return tokens in their slots, or the sums of what is in a token's."""
+    reads, result, _ = _SLOTS[name]
+    marks = c.tensors.pointwise("eq", [c.tensors.unsqueeze(slots, 3), c.places(tokens)])
+    return c.tensors.product([marks, x], ["ebcs", reads], result)
+
+
+def _enter_slots(name: str, reads: str, back: str) -> None:
+    def tokens(c: Call) -> int:
+        size: int = c.args[2] if len(c.args) > 2 else c.args[0].shape[reads.index("s")]
+        return size
+
+    ROWS[f"parc.{name}.default"] = lambda c: _by_slots(c, *c.args[:2], name, tokens(c))
+    SLOPES[f"parc.{name}.default"] = lambda c, g, y: [_by_slots(c, g, c.args[1], back, tokens(c)), None]
+
+
+for _name, (_reads, _, _back) in _SLOTS.items():
+    _enter_slots(_name, _reads, _back)
+
+
 # ---- experts: packed rows are an array [experts, tokens, ...] of which some rows are absent. What is read of those is
 # multiplied by ``chosen``, so that they may be anything, and all that meet have one ``chosen``.
 

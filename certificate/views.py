@@ -11,7 +11,7 @@ from .letters import Affine, Letter, number
 from .meaning import Value
 from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, demand_whole, like, listed, row, slope
 from .tensors import Tensors
-from .text import Refused
+from .text import Refused, Type
 
 # ---- types
 
@@ -541,6 +541,38 @@ def _padded(t: Tensors, x: Value, pad: Sequence[int]) -> Value:
         low, high = max(low, 0), max(high, 0)
         x = t.place(x, dim, low, x.shape[dim] + low + high)
     return x
+
+
+# ---- padding of a dim seen as (outer, padded), of which the first ``real`` entries of each are the model's
+
+
+def _resized(t: Tensors, x: Value, dim: int, outer: int, before: int, after: int) -> Value:
+    """Return a value with zeros behind the entries of each part of a dim, or with the first entries of each alone."""
+    shape = x.shape
+    x = t.reshape(x, (*shape[:dim], shape[dim] // before, before, *shape[dim + 1 :]))
+    if x.shape[dim] != outer:
+        raise Refused(f"a dim of {shape[dim]} is no {outer} parts of {before}")
+    x = t.part(x, dim + 1, 0, after) if after < before else t.place(x, dim + 1, 0, after)
+    return t.reshape(x, (*shape[:dim], outer * after, *shape[dim + 1 :]))
+
+
+@row("parc.cut_pad.default", "parc.grow_pad.default")
+def _(c: Call) -> Value:
+    x, dim, outer, real, padded = c.args
+    demand_whole(c, c.types[0], dim)
+    before, after = (padded, real) if ".cut_pad." in c.line.op else (real, padded)
+    return _resized(c.tensors, x, dim, outer, before, after)
+
+
+@row("parc.fill_pad.default")
+def _(c: Call) -> Value:
+    t, (x, dim, outer, real, padded, value) = c.tensors, c.args
+    ones = _resized(t, t.constant(1, (outer * real,)), 0, outer, real, padded)
+    mask = t.cut(ones, Type("bool", (c.types[0].dims[dim],), ()))
+    for _ in range(len(x.dims) - dim - 1):
+        mask = t.unsqueeze(mask, len(mask.dims))
+    y = t.times(x, mask)
+    return y if not value else t.plus(y, t.constant(number(value)), t.scaled(mask, number(value)), by=(1, 1, -1))
 
 
 @row("aten.unfold.default")
