@@ -546,7 +546,7 @@ def _padded(t: Tensors, x: Value, pad: Sequence[int]) -> Value:
 # ---- padding of a dim seen as (outer, padded), of which the first ``real`` entries of each are the model's
 
 
-def _resized(t: Tensors, x: Value, dim: int, outer: int, before: int, after: int) -> Value:
+def resized(t: Tensors, x: Value, dim: int, outer: int, before: int, after: int) -> Value:
     """Return a value with zeros behind the entries of each part of a dim, or with the first entries of each alone."""
     shape = x.shape
     x = t.reshape(x, (*shape[:dim], shape[dim] // before, before, *shape[dim + 1 :]))
@@ -561,18 +561,19 @@ def _(c: Call) -> Value:
     x, dim, outer, real, padded = c.args
     demand_whole(c, c.types[0], dim)
     before, after = (padded, real) if ".cut_pad." in c.line.op else (real, padded)
-    return _resized(c.tensors, x, dim, outer, before, after)
+    return resized(c.tensors, x, dim, outer, before, after)
 
 
 @row("parc.fill_pad.default")
 def _(c: Call) -> Value:
     t, (x, dim, outer, real, padded, value) = c.tensors, c.args
-    ones = _resized(t, t.constant(1, (outer * real,)), 0, outer, real, padded)
+    ones = resized(t, t.constant(1, (outer * real,)), 0, outer, real, padded)
     mask = t.cut(ones, Type("bool", (c.types[0].dims[dim],), ()))
     for _ in range(len(x.dims) - dim - 1):
         mask = t.unsqueeze(mask, len(mask.dims))
     y = t.times(x, mask)
-    return y if not value else t.plus(y, t.constant(number(value)), t.scaled(mask, number(value)), by=(1, 1, -1))
+    rest = t.plus(t.constant(1), mask, by=(1, -1))
+    return t.plus(y, t.times(rest, t.constant(number(value)))) if value else y
 
 
 @row("aten.unfold.default")

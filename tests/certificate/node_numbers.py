@@ -106,6 +106,11 @@ def _last_of(index: T, facts: Any, size: int) -> T:
     return last
 
 
+def _slots(chosen: T, facts: Any, size: int) -> T:
+    places = torch.where(chosen != 0, torch.arange(chosen.shape[-1]), chosen.shape[-1]).sort(-1)[0][..., :size]
+    return torch.where(places < chosen.shape[-1], places, -1)
+
+
 FOUND: dict[str, Callable[..., T]] = {
     "largest of all at": lambda x, facts, _: x.argmax(-1, True),
     "smallest of all at": lambda x, facts, _: x.argmin(-1, True),
@@ -117,6 +122,7 @@ FOUND: dict[str, Callable[..., T]] = {
     "product so far": lambda x, facts, _: x.cumprod(-1),
     "repeated": lambda x, facts, _: torch.repeat_interleave(x.long()),
     "last of": _last_of,
+    "slots": _slots,
 }
 """What operators find along a dim, from its entries and the number of results."""
 
@@ -157,6 +163,36 @@ FUNCTIONS: dict[str, Callable[..., T]] = {
 }  # fmt: skip
 
 
+def _attention(node: Node, reads: Sequence[T]) -> T:
+    """Return attention, or a gradient of it, for one query: it looks along a head's numbers, keys and (in a gradient)
+    the numbers of values. Loops of the result's own are the first."""
+    facts: Any = node.args
+    (scale, _, mask, causal), (size, keys, *more) = facts
+    own = {"attention gradient of q": 1, "attention gradient of k": 2, "attention gradient of v": 2}.get(node.op, 0)
+    values = [x[(0,) * own].reshape(*node.sizes[own:], size, keys, *(more or [1])) for x in reads]
+    g = values.pop(0)[..., 0, 0, :] if own else None
+    q, k = values.pop(0)[..., 0], values.pop(0)[..., 0]
+    scale = size**-0.5 if scale is None else float(scale)
+    scores = (q * k).sum(-2) * scale
+    for kind in [mask] * bool(mask) + ["hides"] * causal:
+        seen = values.pop(0)[..., 0, :, 0]
+        scores = scores + seen if kind == "adds" else torch.where(seen != 0, scores, -math.inf)
+    mass = scores.logsumexp(-1)
+    if node.op == "attention mass":
+        return mass
+    shares = (scores - mass[..., None]).exp()
+    v = values.pop(0)[..., 0, :, :]
+    if g is None:
+        return (shares * v[..., 0]).sum(-1)
+    out = values.pop(0)[..., 0, 0, :]
+    of_scores = shares * ((g[..., None, :] * v).sum(-1) - (g * out).sum(-1, keepdim=True)) * scale
+    if node.op == "attention gradient of q":
+        return (of_scores[..., None, :] * k).sum(-1).movedim(-1, 0)
+    if node.op == "attention gradient of k":
+        return (of_scores[..., None] * q[..., :1].mT).movedim((-2, -1), (0, 1))
+    return (shares[..., None] * g[..., None, :]).movedim((-2, -1), (0, 1))
+
+
 class Numbers:
     """The numbers of a table's nodes, from those of the tensors that are read from outside."""
 
@@ -167,6 +203,7 @@ class Numbers:
     def read(self, read: Read, letters: dict[Any, T]) -> T:
         """Return a read for all numbers of its letters."""
         node = self.table.nodes[read.node]
+        letters = {**letters, **self.turned(read, letters)}
         index = [
             offset + sum((stride * letters[key] for key, stride in terms), torch.tensor(0))
             for offset, terms in read.maps
@@ -184,6 +221,17 @@ class Numbers:
             return factor * LEAVES[node.op](index[0], index[1], node.sizes, node.args)
         value = self.node(read.node)
         return factor * (value[tuple(index)] if index else value)
+
+    def turned(self, read: Read, letters: dict[Any, T]) -> dict[Any, T]:
+        """Return the places of ranks that count in reverse in every second part of a dim."""
+        places = {}
+        for _, terms in read.maps:
+            for axis, stride in terms:
+                if isinstance(axis, str) and axis[0] == "~":
+                    rank, size = letters[axis[1:]], self.table.mesh[axis[1:]]
+                    (part,) = (letters[key] for key, other in terms if other == stride * size)
+                    places[axis] = torch.where(part % 2 == 1, size - 1 - rank, rank)
+        return places
 
     def node(self, at: int) -> T:
         if at not in self.known:
@@ -220,6 +268,8 @@ class Numbers:
             return self.found(node, reads[0].reshape(*reads[0].shape[:entries], -1))
         if node.op == "in bin":
             return _in_bin(reads[0], reads[1], *map(float, args))
+        if node.op.startswith("attention"):
+            return _attention(node, reads)
         if node.op in ("pow", "whole"):
             return FUNCTIONS[node.op](reads[0], node.args)
         words, values = dict(args), list(reads)
