@@ -192,12 +192,12 @@ def _enter_slots(name: str, reads: str, back: str) -> None:
         size: int = c.args[2] if len(c.args) > 2 else c.args[0].shape[reads.index("s")]
         return size
 
-    ROWS[f"parc.{name}.default"] = lambda c: _by_slots(c, *c.args[:2], name, tokens(c))
+    ROWS[f"parc.{name}.default"] = lambda c: _by_slots(c, c.args[0], c.args[1], name, tokens(c))
     SLOPES[f"parc.{name}.default"] = lambda c, g, y: [_by_slots(c, g, c.args[1], back, tokens(c)), None]
 
 
-for _name, (_reads, _, _back) in _SLOTS.items():
-    _enter_slots(_name, _reads, _back)
+for _operator, (_reads, _, _back) in _SLOTS.items():
+    _enter_slots(_operator, _reads, _back)
 
 
 # ---- experts: packed rows are an array [experts, tokens, ...] of which some rows are absent. What is read of those is

@@ -58,10 +58,15 @@ _WITH_NUMBERS = (
     ("elu", [0.7, 1.5, 0.5]), ("celu", [0.7]), ("leaky_relu", [0.2]), ("hardshrink", [0.2]), ("softshrink", [0.2]),
     ("threshold", [0.1, 0.2]), ("logit", [0.2]),
 )  # fmt: skip
-_BACKWARD = ("mish", []), ("leaky_relu", [0.2, False]), ("hardshrink", [0.2]), ("softshrink", [0.2])
-_SAMPLINGS = (
-    *((f"{exact}{rank}d", rank, scales) for exact in ("upsample_nearest", "_upsample_nearest_exact")
-      for rank in (1, 2, 3) for scales in ([],)),
+_BACKWARD: tuple[tuple[str, list[Any]], ...] = (
+    ("mish", []),
+    ("leaky_relu", [0.2, False]),
+    ("hardshrink", [0.2]),
+    ("softshrink", [0.2]),
+)
+_SAMPLINGS: tuple[tuple[str, int, list[Any]], ...] = (
+    *((f"{exact}{rank}d", rank, []) for exact in ("upsample_nearest", "_upsample_nearest_exact")
+      for rank in (1, 2, 3)),
     ("upsample_linear1d", 1, [False, 1.7]), ("upsample_trilinear3d", 3, [True]), ("upsample_bicubic2d", 2, [False]),
 )  # fmt: skip
 _COMPARE = "ne", "eq", "lt", "le", "gt", "ge"
@@ -309,7 +314,7 @@ CASES: list[tuple[str, Callable[[], list[Any]], dict[str, Any]]] = [
     ("aten.searchsorted.Tensor", lambda: [torch.tensor([1, 3, 3, 5]), whole(7, 4, 6)], {}),
     *(("aten._cdist_forward.default", lambda p=p: [real(2, 4, 3), real(2, 6, 3), p, None], {}) for p in (1.0, 2.0)),
     *(("aten._cdist_backward.default",
-       lambda p=p: [real(2, 4, 6), *(pair := [real(2, 4, 3), real(2, 6, 3)]), p, torch.cdist(*pair, p)], {})
+       lambda p=p: [real(2, 4, 6), x := real(2, 4, 3), y := real(2, 6, 3), p, torch.cdist(x, y, p)], {})
       for p in (1.0, 2.0)),
     ("aten._safe_softmax.default", lambda: [real(4, 6), -1], {}),
     # products
