@@ -316,6 +316,8 @@ class Reader:
                 calls.append((call, results))
             except Refused as error:
                 raise Refused(f"model.py:{line.row}: {error} ({line.origin})") from None
+            except UNREADABLE as error:
+                raise Refused(f"model.py:{line.row}: `{line.op}` is not called so ({error}) ({line.origin})") from None
             for name, type_, value in zip(line.results, line.types, results, strict=True):
                 if name != "_":
                     self._check(type_, value, f"model.py:{line.row}", name)
