@@ -165,8 +165,9 @@ def _(c: Call) -> tuple[Value, ...]:
     whole = Type(keys.dtype, (*keys.dims[:2], ((Atom(keys.shape[2], ""),),), *keys.dims[3:]), ())
     args[at], args[at + 1] = (t.gathered(x, axes, 2, outer) for x in args[at : at + 2])
     if not backward:
-        masks = {3: c.types[4]} if 4 in c.types else {}
-        return _attention(replace(c, args=tuple(args), types={0: c.types[0], 1: whole, **masks}))
+        types: dict[int | tuple[int, int], Type] = {0: c.types[0], 1: whole}
+        types |= {3: c.types[4]} if 4 in c.types else {}
+        return _attention(replace(c, args=tuple(args), types=types))
     gq, gk, gv = _attention_gradients(c, (c.types[2], whole, c.types.get(5)), *args)
     return gq, *(t.own(t.over(g, axes), axes, 2, outer) for g in (gk, gv))
 

@@ -196,7 +196,7 @@ def _enter_slots(name: str, reads: str, back: str) -> None:
     SLOPES[f"parc.{name}.default"] = lambda c, g, y: [_by_slots(c, g, c.args[1], back, tokens(c)), None]
 
 
-for _operator, (_reads, _, _back) in _SLOTS.items():
+for _operator, (_reads, _result, _back) in _SLOTS.items():
     _enter_slots(_operator, _reads, _back)
 
 

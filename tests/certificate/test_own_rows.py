@@ -215,7 +215,7 @@ def test_a_row_means_what_all_ranks_compute(name: str) -> None:
         for key in names:
             have = numbers.value(meant[f"output {key}"], at)
             torch.testing.assert_close(
-                have, found[f"output {key}"].double(), rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
+                have, found[f"output {key}"].double(), rtol=1e-9, atol=1e-9, msg=f"{key}: {{}}".format
             )
 
 
