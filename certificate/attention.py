@@ -23,11 +23,12 @@ def _scores(
     causal: bool,
     scale: float | None,
     p: float,
-    types: tuple[Type, Type],
+    types: tuple[Type, Type, Type | None],
 ) -> tuple[list[Value], list[str], tuple[Hashable, ...]]:
     """Return what attention's probabilities are made of, with labels, and the other facts of them: queries [b, g, r, s,
     d] and keys [b, g, t, d], where ``r`` counts the queries' heads of one head of keys. A causal attention also reads
-    which places come first, and one with dropout the numbers of all entries."""
+    which places come first, and one with dropout the numbers of all entries. A mask of truth values hides scores;
+    another one is added to them."""
     t, groups = c.tensors, k.shape[1]
     repeats = q.shape[1] // groups
 
@@ -49,7 +50,8 @@ def _scores(
         values += [key, c.position(0, types[0]), t.reshape(c.position(1, types[0]), (groups, repeats)),
                    c.position(2, types[0]), c.position(2, types[1])]  # fmt: skip
         labels += ["", "b", "gr", "s", "t"]
-    return values, labels, (None if scale is None else number(scale), number(p), mask is not None, bool(causal))
+    kind = "" if mask is None else "hides" if types[2] is not None and types[2].dtype == "bool" else "adds"
+    return values, labels, (None if scale is None else number(scale), number(p), kind, bool(causal))
 
 
 def _by_head(t: Tensors, value: Value) -> Value:
@@ -61,7 +63,7 @@ def _by_head(t: Tensors, value: Value) -> Value:
 @row("parc.attention.default")
 def _attention(c: Call) -> tuple[Value, ...]:
     t, (q, k, v, mask, key, causal, scale, p) = c.tensors, c.args
-    values, labels, facts = _scores(c, q, k, mask, key, causal, scale, p, (c.types[0], c.types[1]))
+    values, labels, facts = _scores(c, q, k, mask, key, causal, scale, p, (c.types[0], c.types[1], c.types.get(3)))
     out = t.opaque("attention", facts, [*values, v], [*labels, "bgte"], "bgrse", "dt")
     without = slice(None) if not p else slice(0, -5)
     mass = t.opaque("attention mass", (*facts[:1], 0, *facts[2:]), values[without], labels[without], "bgrs", "dt")
@@ -70,7 +72,7 @@ def _attention(c: Call) -> tuple[Value, ...]:
 
 def _attention_gradients(
     c: Call,
-    types: tuple[Type, Type],
+    types: tuple[Type, Type, Type | None],
     g: Value,
     q: Value,
     k: Value,
@@ -102,13 +104,13 @@ def _attention_gradients(
 
 @row("parc.attention_backward.default")
 def _(c: Call) -> tuple[Value, ...]:
-    return _attention_gradients(c, (c.types[1], c.types[2]), *c.args)
+    return _attention_gradients(c, (c.types[1], c.types[2], c.types.get(4)), *c.args)
 
 
 @slope("parc.attention.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     q, k, v, mask, key, causal, scale, p = c.args
-    types = c.types[0], c.types[1]
+    types = c.types[0], c.types[1], c.types.get(3)
     both = _attention_gradients(c, types, g, q, k, v, mask, key, y, c.results[1], causal, scale, p)
     return [*both, *(None for item in (mask, key) if item is not None)]
 
@@ -163,8 +165,10 @@ def _(c: Call) -> tuple[Value, ...]:
     whole = Type(keys.dtype, (*keys.dims[:2], ((Atom(keys.shape[2], ""),),), *keys.dims[3:]), ())
     args[at], args[at + 1] = (t.gathered(x, axes, 2, outer) for x in args[at : at + 2])
     if not backward:
-        return _attention(replace(c, args=tuple(args), types={0: c.types[0], 1: whole}))
-    gq, gk, gv = _attention_gradients(c, (c.types[2], whole), *args)
+        types: dict[int | tuple[int, int], Type] = {0: c.types[0], 1: whole}
+        types |= {3: c.types[4]} if 4 in c.types else {}
+        return _attention(replace(c, args=tuple(args), types=types))
+    gq, gk, gv = _attention_gradients(c, (c.types[2], whole, c.types.get(5)), *args)
     return gq, *(t.kept(t.over(g, axes), axes, 2, outer) for g in (gk, gv))
 
 

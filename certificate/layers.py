@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from .letters import number
+from .letters import Number, number
 from .meaning import Value
 from .padding import real_entries
 from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
@@ -75,53 +75,62 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 # ---- convolutions: products with ``window 0[p, k, y]``, which is 1 where place k of the window of entry y is p
 
 
-def _each(value: Any, count: int) -> list[int]:
+def each_of(value: Any, count: int) -> list[int]:
     """Return an argument that is a number for all dims, or one for each."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values
 
 
 def _convolution(
-    c: Call, x: Value, w: Value, stride: Any, padding: Any, dilation: Any, groups: int
+    c: Call, x: Value, w: Value, stride: Any, padding: Any, dilation: Any, groups: int, beyond: Any = None
 ) -> tuple[list[Value], list[Labels], list[Hashable], tuple[int, ...]]:
-    """Return what a convolution is a product of, with labels, those of its result by groups, and its shape."""
+    """Return what a convolution is a product of, with labels, those of its result by groups, and its shape. If it is
+    transposed, its result is the longer one, by ``beyond`` places more than the windows reach."""
     t, rank = c.tensors, len(w.dims) - 2
     if len(x.dims) != rank + 2:
         raise Refused(f"{c.line.op} of {list(x.shape)} by {list(w.shape)} has no rule")
-    places, kernel = x.shape[2:], w.shape[2:]
-    strides, dilations = _each(stride, rank), _each(dilation, rank)
+    kernel, strides, dilations = w.shape[2:], each_of(stride, rank), each_of(dilation, rank)
     reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
     if padding == "same":
-        around = [(each // 2, each) for each in reach]
-    else:
-        around = [(low, 2 * low) for low in _each(0 if padding == "valid" else padding, rank)]
+        padding = [each // 2 for each in reach]
+        for at, each in enumerate(reach):  # one place more behind than before
+            x = t.place(x, 2 + at, 0, x.shape[2 + at] + each % 2)
+    around, places = each_of(0 if padding == "valid" else padding, rank), x.shape[2:]
     values = [
         t.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *places)),
         t.reshape(w, (groups, w.shape[0] // groups, *w.shape[1:])),
     ]
-    rows: list[Labels] = [["b", "g", "c", *(("p", at) for at in range(rank))],
-                          ["g", "o", "c", *(("k", at) for at in range(rank))]]  # fmt: skip
-    if values[0].shape[2] != w.shape[1]:
+    here, there, channels = ("p", "y", "oc") if beyond is None else ("y", "p", "co")
+    rows: list[Labels] = [["b", "g", "c", *((here, at) for at in range(rank))],
+                          ["g", *channels, *(("k", at) for at in range(rank))]]  # fmt: skip
+    if x.shape[1] != (w.shape[1] * groups if beyond is None else w.shape[0]):
         raise Refused(f"{c.line.op} of {list(x.shape)} by {list(w.shape)} in {groups} groups")
     out = []
-    for at in range(rank):
-        low, both = around[at]
-        out.append((places[at] + both - reach[at] - 1) // strides[at] + 1)
-        values.append(t.leaf(f"window {at}", (places[at], kernel[at], out[at]), (strides[at], low, dilations[at])))
+    for at, (size, k, s, d) in enumerate(zip(places, kernel, strides, dilations, strict=True)):
+        if beyond is None:
+            out.append((size + 2 * around[at] - reach[at] - 1) // s + 1)
+        else:
+            out.append((size - 1) * s - 2 * around[at] + reach[at] + each_of(beyond, rank)[at] + 1)
+        windows = (size, k, out[at]) if beyond is None else (out[at], k, size)
+        values.append(t.leaf(f"window {at}", windows, (s, around[at], d)))
         rows.append([("p", at), ("k", at), ("y", at)])
-    result: list[Hashable] = ["b", "g", "o", *(("y", at) for at in range(rank))]
-    return values, rows, result, (x.shape[0], w.shape[0], *out)
+    result: list[Hashable] = ["b", "g", "o", *((there, at) for at in range(rank))]
+    return values, rows, result, (x.shape[0], w.shape[0] if beyond is None else w.shape[1] * groups, *out)
 
 
 def _convolution_gradients(c: Call, g: Value, x: Value, w: Value, *facts: Any) -> list[Value]:
     values, rows, result, shape = _convolution(c, x, w, *facts)
-    by_group = c.tensors.reshape(g, (shape[0], facts[-1], shape[1] // facts[-1], *shape[2:]))
+    groups = facts[3]
+    by_group = c.tensors.reshape(g, (shape[0], groups, shape[1] // groups, *shape[2:]))
     parts = product_gradients(c.tensors, by_group, values, rows, result, 2)
-    gx, gw = (c.tensors.reshape(part, of.shape) for part, of in zip(parts, (x, w), strict=True))
+    gx = c.tensors.reshape(parts[0], (*x.shape[:2], *values[0].shape[3:]))
+    for dim, size in enumerate(x.shape):
+        gx = c.tensors.part(gx, dim, 0, size)
+    gw = c.tensors.reshape(parts[1], w.shape)
     return [gx, gw, c.tensors.total(g, [0, *range(2, len(shape))])]
 
 
-_PLAIN = "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv2d.padding"
+_PLAIN = tuple(f"aten.conv{rank}d.{way}" for rank in (1, 2, 3) for way in ("default", "padding"))
 
 
 @row(*_PLAIN, "aten.convolution.default")
@@ -133,17 +142,18 @@ def _(c: Call) -> Value:
 
 
 def _facts(c: Call) -> tuple[Any, ...]:
-    """Return stride, padding, dilation and groups of a convolution."""
+    """Return stride, padding, dilation and groups of a convolution, and what is beyond the windows of a transposed
+    one."""
     if c.line.op in _PLAIN:
         return c.at(3, 1), c.at(4, 0), c.at(5, 1), c.at(6, 1)
-    at = 3 if c.line.op == "aten.convolution.default" else 4
+    at = 4 if "_backward" in c.line.op else 3
     stride, padding, dilation, transposed, beyond, groups = c.args[at : at + 6]
-    if transposed or any(beyond):
-        raise Refused(f"{c.line.op} that is transposed has no rule")
-    return stride, padding, dilation, groups
+    if any(beyond) and not transposed:
+        raise Refused(f"{c.line.op} with {beyond!r} beyond its windows has no rule")
+    return stride, padding, dilation, groups, *([beyond] if transposed else [])
 
 
-@slope(*_PLAIN)
+@slope(*_PLAIN, "aten.convolution.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     return _convolution_gradients(c, g, *c.args[:2], *_facts(c))[: 2 if c.at(2) is None else 3]
 
@@ -156,127 +166,6 @@ def _(c: Call) -> tuple[Value, ...]:
 def _wanted(c: Call, parts: Sequence[Value], mask: Sequence[bool]) -> tuple[Value, ...]:
     """Return the gradients that a line asks for."""
     return tuple(part if want else c.tensors.table.zero for part, want in zip(parts, mask, strict=True))
-
-
-# ---- pools, and other sums along the last two dims
-
-
-def _spread(c: Call, x: Value, leaves: Sequence[Value], back: bool = False) -> Value:
-    """Return the sum, over the last two dims, of entries times how much of each (from) an entry of the result has (to):
-    leaves [from, to]; ``back`` does so from there to here."""
-    labels: list[Hashable] = list(range(len(x.dims) - 2))
-    one, other = ("to", "from") if back else ("from", "to")
-    rows: list[Labels] = [[*labels, (one, 0), (one, 1)], [("from", 0), ("to", 0)], [("from", 1), ("to", 1)]]
-    return c.tensors.product([x, *leaves], rows, [*labels, (other, 0), (other, 1)])
-
-
-def _averages(c: Call, shape: Sequence[int], facts: Sequence[Any]) -> list[Value]:
-    """Return the share of each entry in each average of a window: (kernel, stride, padding, ceil, include, divisor)."""
-    defaults: tuple[Any, ...] = ([], 0, False, True, None)
-    kernel, stride, padding, ceil, include, divisor = (*facts, *defaults[len(facts) - 1 :])
-    if divisor is not None:
-        raise Refused(f"{c.line.op} with a divisor has no rule")
-    kernel, stride, padding = (_each(each, 2) for each in (kernel, stride or kernel, padding))
-    leaves = []
-    for size, k, s, p in zip(shape[-2:], kernel, stride, padding, strict=True):
-        out = (size + 2 * p - k + (s - 1 if ceil else 0)) // s + 1
-        out -= ceil and (out - 1) * s >= size + p
-        leaves.append(c.tensors.leaf("average", (size, out), (k, s, p, ceil, include)))
-    return leaves
-
-
-@row("aten.avg_pool2d.default")
-def _(c: Call) -> Value:
-    return _spread(c, c.args[0], _averages(c, c.args[0].shape, c.args[1:]))
-
-
-@slope("aten.avg_pool2d.default")
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_spread(c, g, _averages(c, c.args[0].shape, c.args[1:]), back=True)]
-
-
-@row("aten.avg_pool2d_backward.default")
-def _(c: Call) -> Value:
-    g, x = c.args[:2]
-    return _spread(c, g, _averages(c, x.shape, c.args[2:]), back=True)
-
-
-def _sampled(c: Call, here: Sequence[int], there: Sequence[int], facts: Sequence[Any]) -> list[Value]:
-    """Return the share of each entry in each of an image of another size: (corners aligned,) and two scales."""
-    scales = [*facts[-2:]] if len(facts) > 1 else [None, None]
-    kind = c.line.op.removesuffix(".default").removesuffix("_backward")
-    return [
-        c.tensors.leaf(kind, (size, out), (*facts[:-2], None if scale is None else number(scale)))
-        for size, out, scale in zip(here[-2:], there, scales, strict=True)
-    ]
-
-
-@row("aten.upsample_nearest2d.default", "aten.upsample_bilinear2d.default")
-def _(c: Call) -> Value:
-    return _spread(c, c.args[0], _sampled(c, c.args[0].shape, c.args[1], _scales(c, 2)))
-
-
-def _scales(c: Call, at: int) -> list[Any]:
-    """Return the arguments of a sampling from a position on: how corners lie, and the scales."""
-    facts, flags = list(c.args[at:]), 1 if ".upsample_bilinear2d" in c.line.op else 0
-    return [*facts, *[None] * (flags + 2 - len(facts))]
-
-
-@slope("aten.upsample_nearest2d.default", "aten.upsample_bilinear2d.default")
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_spread(c, g, _sampled(c, c.args[0].shape, c.args[1], _scales(c, 2)), back=True)]
-
-
-@row("aten.upsample_nearest2d_backward.default", "aten.upsample_bilinear2d_backward.default")
-def _(c: Call) -> Value:
-    g, there, here = c.args[:3]
-    return _spread(c, g, _sampled(c, here, there, _scales(c, 3)), back=True)
-
-
-@row("aten.max_pool2d_with_indices.default")
-def _(c: Call) -> tuple[Value, Value]:
-    t, x = c.tensors, c.args[0]
-    defaults: tuple[Any, ...] = ([], 0, 1, False)
-    kernel, stride, padding, dilation, ceil = (*c.args[1:], *defaults[len(c.args) - 2 :])
-    facts = [_each(each, 2) for each in (kernel, stride or kernel, padding, dilation)]
-    out: dict[Hashable, int] = {}
-    for at, (size, k, s, p, d) in enumerate(zip(x.shape[-2:], *facts, strict=True)):
-        out["y", at] = (size + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil else 0)) // s + 1
-        out["y", at] -= ceil and (out["y", at] - 1) * s >= size + p
-    labels: list[Hashable] = list(range(len(x.dims) - 2))
-    rows, result = [[*labels, "h", "w"]], [*labels, *out]
-    index = t.opaque("largest of windows at", (*map(tuple, facts), ceil), [x], rows, result, ["h", "w"], out)
-    marks, names, flat = _window_marks(c, index, x.shape)
-    return t.product([marks, t.reshape(x, flat)], [names, [*labels, "p"]], result), index
-
-
-def _window_marks(c: Call, index: Value, shape: Sequence[int]) -> tuple[Value, list[Hashable], list[int]]:
-    """Return 1 where an entry is the largest of a window, else 0, as [..., y, z, p], and the shape of [..., p]."""
-    rank, places = len(shape) - 2, math.prod(shape[-2:])
-    marks = c.tensors.pointwise("eq", [c.tensors.unsqueeze(index, rank + 2), c.places(places)])
-    return marks, [*range(rank), ("y", 0), ("y", 1), "p"], [*shape[:-2], places]
-
-
-def _to_largest(c: Call, g: Value, index: Value, shape: Sequence[int]) -> Value:
-    marks, names, _ = _window_marks(c, index, shape)
-    return c.tensors.reshape(c.tensors.product([marks, g], [names, names[:-1]], [*names[:-3], "p"]), shape)
-
-
-@slope("aten.max_pool2d_with_indices.default")
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_to_largest(c, g, c.results[1], c.args[0].shape)]
-
-
-@row("aten.max_pool2d_with_indices_backward.default")
-def _(c: Call) -> Value:
-    facts, index = c.args[2:7], c.args[7]
-    kernel, stride, padding, dilation = (tuple(_each(each or facts[0], 2)) for each in facts[:4])
-    padding = tuple(_each(facts[2], 2))
-    node = c.tensors.table.node(index.node)
-    windows = node.args[0] if isinstance(node.args, tuple) else ()
-    if node.op != "largest of windows at" or windows != (kernel, stride, padding, dilation, facts[4]):
-        raise Refused(f"{c.line.op} of other windows than its indices are of")
-    return _to_largest(c, c.args[0], index, c.args[1].shape)
 
 
 # ---- lookups
@@ -333,33 +222,160 @@ def _(c: Call) -> Value:
     return _put_back(c, g, index, c.position(0, c.line.types[0]), padding)
 
 
-@row("aten.index.Tensor")
+@row(
+    "aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor"
+)
 def _(c: Call) -> Value:
-    return c.tensors.product(*_indexed(c))
+    c.kwargs.pop("output_size", None)
+    return c.tensors.product(*_indexed(c, *_indices(c)))
 
 
-@slope("aten.index.Tensor")
+@slope(
+    "aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default", "aten.repeat_interleave.self_Tensor"
+)
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    values, rows, result = _indexed(c)
+    x, indices = _indices(c)
+    values, rows, result = _indexed(c, x, indices)
     (part,) = product_gradients(c.tensors, g, values, rows, result, 1)
-    return [part, *(None for index in c.args[1] if index is not None)]
+    return [part, *(None for index in indices if index is not None)]
 
 
-def _indexed(c: Call) -> tuple[list[Value], list[Labels], list[Hashable]]:
+def _indices(c: Call) -> tuple[Value, list[Value | None]]:
+    """Return what is indexed, and the numbers for each of its dims."""
+    if c.line.op.startswith(("aten.index_select.", "aten.repeat_interleave.")):
+        x, one, other = c.args
+        dim, index = (other, _repeats(c, one)) if ".repeat_interleave." in c.line.op else (one, other)
+        return x, [*[None] * (dim % len(x.dims)), index]
+    if c.line.op.startswith(("aten.index_add.", "aten.index_copy.", "aten.index_fill.")):
+        x, dim, index = c.args[:3]
+        return x, [*[None] * (dim % len(x.dims)), index]
+    x, indices = c.args[:2]
+    return x, indices
+
+
+@row("aten.repeat_interleave.Tensor", constant=True)
+def _(c: Call) -> Value:
+    c.kwargs.pop("output_size", None)
+    return _repeats(c, c.args[0])
+
+
+def _repeats(c: Call, counts: Value) -> Value:
+    """Return the numbers of entries, each as often as it is repeated."""
+    size = c.line.kwargs.get("output_size")
+    if type(size) is not int:
+        raise Refused(f"{c.line.op} to {size} entries has no rule")
+    return c.tensors.opaque("repeated", (), [counts], [["r"]], ["out"], ["r"], {"out": size})
+
+
+def _indexed(c: Call, x: Value, indices: Sequence[Value | None]) -> tuple[list[Value], list[Labels], list[Hashable]]:
     """Return what indexing by numbers is a product of, with labels: negative numbers count from the end."""
-    t, (x, indices) = c.tensors, c.args
+    t = c.tensors
     dims = [dim for dim, index in enumerate(indices) if index is not None]
-    if dims != list(range(dims[0], dims[-1] + 1)) or any(type_.dtype == "bool" for type_ in c.types.values()):
+    if dims != list(range(dims[0], dims[-1] + 1)) or _has_mask(c):
         raise Refused(f"{c.line.op} of such dims has no rule")
-    rank = max(len(indices[dim].dims) for dim in dims)
+    used = [index for index in indices if index is not None]
+    rank = max(len(index.dims) for index in used)
     values, rows = [x], [[("x", dim) for dim in range(len(x.dims))]]
-    for dim in dims:
-        index, size = indices[dim], x.shape[dim]
+    for dim, index in zip(dims, used, strict=True):
+        size = x.shape[dim]
         last = t.unsqueeze(index, len(index.dims))
         marks = [t.pointwise("eq", [t.plus(last, t.constant(more)), c.places(size)]) for more in (0, size)]
         values.append(t.plus(*marks))
         rows.append([*range(rank - len(index.dims), rank), ("x", dim)])
     return values, list(rows), [*rows[0][: dims[0]], *range(rank), *rows[0][dims[-1] + 1 :]]
+
+
+def _has_mask(c: Call) -> bool:
+    """Return whether truth values are among the indices: those of a list, or the argument behind a dim."""
+    listed_ = isinstance(c.args[1], list)
+    return any(t.dtype == "bool" for at, t in c.types.items() if (isinstance(at, tuple) if listed_ else at == 2))
+
+
+_PUTS = (
+    "aten.index_put.default", "aten._unsafe_index_put.default", "aten.index_add.default", "aten.index_copy.default",
+    "aten.index_fill.int_Scalar",
+)  # fmt: skip
+
+
+def _put(c: Call) -> tuple[Value, bool, Number]:
+    """Return what is put at entries, whether it is added to them, and by how much it is multiplied."""
+    if ".index_put." in c.line.op or "._unsafe" in c.line.op:
+        return c.args[2], c.at(3, False), 1
+    part = c.args[3] if isinstance(c.args[3], Value) else c.tensors.constant(number(c.args[3]))
+    c.kwargs.pop("alpha", None)
+    return part, ".index_add." in c.line.op, number(c.line.kwargs.get("alpha", 1))
+
+
+@row(*_PUTS)
+def _(c: Call) -> Value:
+    t, (x, indices), (part, adds, by) = c.tensors, _indices(c), _put(c)
+    if adds:
+        values, rows, result = _indexed(c, x, indices)
+        sizes: dict[Hashable, int] = {}
+        for value, names in zip(values, rows, strict=True):
+            sizes.update({name: size for name, size in zip(names, value.shape, strict=True) if size != 1})
+        part = t.expand(part, [sizes.get(name, 1) for name in result])
+        return t.plus(x, t.product([part, *values[1:]], [result, *rows[1:]], rows[0]), by=(1, by))
+    last, flat, shape = _last(c, x, indices)
+    if _has_mask(c):
+        return t.plus(x, t.times(x, last), t.times(part, last), by=(1, -1, 1))
+    whole = t.reshape(x, flat)
+    kept = t.plus(whole, t.times(whole, _present(t, last)), by=(1, -1))
+    part = t.reshape(t.expand(part, shape), (flat[0], math.prod(shape) // (flat[0] * flat[2]), flat[2]))
+    marks = t.pointwise("eq", [t.unsqueeze(last, 1), c.places(part.shape[1])])
+    return t.reshape(t.plus(kept, t.product([marks, part], ["tj", "bja"], "bta")), x.shape)
+
+
+def _present(t: Tensors, last: Value) -> Value:
+    return t.unsqueeze(t.pointwise("ge", [last, t.constant(0)]), 1)
+
+
+def _last(c: Call, x: Value, indices: Sequence[Value | None]) -> tuple[Value, list[int], list[int]]:
+    """Return the number of the last of some entries that is put at each, -1 where none is; the shape of what these are
+    put in, with the indexed dims as one, and of what is put. Of a mask return itself."""
+    t, shape = c.tensors, x.shape
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    used = [index for index in indices if index is not None]
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        raise Refused(f"{c.line.op} of such dims has no rule")
+    if _has_mask(c):
+        if len(indices) > 1 or any(part.dims for part in c.args[2:3] if isinstance(part, Value)):
+            raise Refused(f"{c.line.op} of several values at a mask has no rule")
+        mask = used[0]
+        return t.reshape(mask, (*mask.shape, *[1] * (len(shape) - len(mask.dims)))), [], []
+    row = t.constant(0)
+    for dim, index in zip(dims, used, strict=True):
+        below = t.pointwise("lt", [index, t.constant(0)])
+        row = t.plus(row, index, below, by=(shape[dim], 1, shape[dim]))
+    before, size, behind = shape[: dims[0]], math.prod(shape[dim] for dim in dims), shape[dims[-1] + 1 :]
+    asked = t.reshape(row, (math.prod(row.shape),))
+    last = t.opaque("last of", (), [asked], [["j"]], ["t"], ["j"], {"t": size})
+    return last, [math.prod(before), size, math.prod(behind)], [*before, *row.shape, *behind]
+
+
+@slope(*_PUTS)
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    t, (x, indices), (part, adds, by) = c.tensors, _indices(c), _put(c)
+    none = [None for index in indices if index is not None]
+    if _has_mask(c):
+        mask, _, _ = _last(c, x, indices)
+        of_part = like(t, t.times(g, mask), part.shape)
+    else:
+        values, rows, result = _indexed(c, g, indices)
+        of_part = t.scaled(like(t, t.product(values, rows, result), part.shape), by)
+    if adds:
+        return [g, *none, of_part]
+    if not _has_mask(c):
+        last, flat, _ = _last(c, x, indices)
+        mask = t.expand(_present(t, last), flat)
+        mask = t.reshape(mask, x.shape)
+    return [t.plus(g, t.times(g, mask), by=(1, -1)), *none, *([of_part] if isinstance(c.args[-1], Value) else [])]
+
+
+@row("aten.one_hot.default", constant=True)
+def _(c: Call) -> Value:
+    x, count = c.args
+    return c.tensors.pointwise("eq", [c.tensors.unsqueeze(x, len(x.dims)), c.places(count)])
 
 
 # ---- losses

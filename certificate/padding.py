@@ -72,8 +72,10 @@ def _(c: Call) -> Value:
     x, dim, outer, real, padded, fill = c.args
     t, (axes, parts) = c.tensors, _ranks(c.types[0], dim)
     inside = cut(t, t.gathered(x, axes, dim, parts) if axes else x, dim, outer, real, padded)
-    if fill == 0:
+    if math.isfinite(fill):
         whole = grown(t, inside, dim, outer, real, padded)
+        real_places = grown(t, t.constant(1, inside.shape), dim, outer, real, padded)
+        whole = t.plus(whole, t.constant(number(fill)), real_places, by=(1, 1, -number(fill))) if fill else whole
     elif outer == 1:
         names = list(range(len(inside.dims)))
         result = ["filled" if name == dim else name for name in names]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import attention, layers, routing, views  # noqa: F401  they enter their rows
+from . import attention, layers, padding, pools, reductions, routing, views  # noqa: F401  they enter their rows
 from .alike import Alike, frozen
 from .meaning import Table, Value
 from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
@@ -85,11 +85,15 @@ class Messages:
 # ---- kinds of numbers: truth values, whole numbers and others. Rows read them in types, so no type may lie about them.
 
 _KINDS = {"bool": 0, "u8": 1, "i8": 1, "i16": 1, "i32": 1, "i64": 1}
-_COMPARING = re.compile(r"aten\.(ne|eq|lt|le|gt|ge|logical_\w+)\.")
-_FINDING = re.compile(r"(aten\.(argsort|argmax|bincount)|parc\.(stream_key|slots))\.")
-_FINDING_TOO = re.compile(r"aten\.(topk|sort|max\.dim|max_pool2d_with_indices)|parc\.next_loss_scale")
+_COMPARING = re.compile(r"aten\.(ne|eq|lt|le|gt|ge|logical_\w+|is(nan|inf|finite|posinf|neginf)|signbit|any|all)\.")
+_FINDING = re.compile(
+    r"(aten\.(argsort|argmax|argmin|bincount|bucketize|searchsorted|count_nonzero)|parc\.(stream_key|slots))\."
+)
+_FINDING_TOO = re.compile(
+    r"aten\.(topk|sort|(max|min|median)\.dim|kthvalue|mode|cum(max|min)|(adaptive_)?max_pool\dd)|parc\.next_loss_scale"
+)
 """Operators that return entries, and whole numbers beside them."""
-_CHOOSING = re.compile(r"(aten\.(gather|index|index_select|embedding|scatter\w*|masked_fill)|parc\.lookup)\.")
+_CHOOSING = re.compile(r"(aten\.(gather|index|index_select|embedding|scatter\w*|masked_fill|index_\w+)|parc\.lookup)\.")
 """Operators of whose operands the second, or the third, says which entries."""
 _COUNTING = re.compile(r"aten\.(sum|mean|cumsum|div|histc|softmax|_softmax)\.|\.Scalar")
 """Operators that make numbers of truth values."""
@@ -151,7 +155,7 @@ class Reader:
 
     def call(self, line: Line, values: Values, types: Mapping[str, Type]) -> Call:
         """Return a line with the values of what it reads."""
-        operands: dict[int, Type] = {}
+        operands: dict[int | tuple[int, int], Type] = {}
 
         def resolved(item: Any) -> Any:
             if type(item) is Name:
@@ -169,6 +173,9 @@ class Reader:
         for at, item in enumerate(line.args):
             if type(item) is Name and item.name in types:
                 operands[at] = types[item.name]
+            for inner, each in enumerate(item if type(item) is list else ()):
+                if type(each) is Name and each.name in types:
+                    operands[at, inner] = types[each.name]
         args = tuple(map(resolved, line.args))
         kwargs = {key: resolved(item) for key, item in line.kwargs.items() if key != "message"}
         return Call(self.tensors, line, args, operands, kwargs)
@@ -337,6 +344,8 @@ class Reader:
                 calls.append((call, results))
             except Refused as error:
                 raise Refused(f"model.py:{line.row}: {error} ({line.origin})") from None
+            except UNREADABLE as error:
+                raise Refused(f"model.py:{line.row}: `{line.op}` is not called so ({error}) ({line.origin})") from None
             for name, type_, value in zip(line.results, line.types, results, strict=True):
                 if name != "_":
                     self._check(type_, value, f"model.py:{line.row}", name)

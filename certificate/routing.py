@@ -46,36 +46,69 @@ def _(c: Call) -> tuple[Value, Value]:
     return _gathered(c, x, dim, index), index
 
 
-@row("aten.sort.default", "aten.argsort.default")
+@row("aten.sort.default", "aten.argsort.default", "aten.sort.stable", "aten.argsort.stable")
 def _(c: Call) -> Value | tuple[Value, Value]:
-    x, dim = c.args[0], c.at(1, -1)
-    index = _found(c, "order", bool(c.at(2, False)), x, dim, x.shape[dim])
+    if c.line.op.endswith(".stable"):
+        x, stable, dim = c.args[0], c.kwargs.pop("stable"), c.kwargs.pop("dim", -1)
+        down = c.kwargs.pop("descending", False)
+    else:
+        x, stable, dim, down = c.args[0], False, c.at(1, -1), c.at(2, False)
+    index = _found(c, "order", (bool(down), bool(stable)), x, dim, x.shape[dim])
     return index if "argsort" in c.line.op else (_gathered(c, x, dim, index), index)
 
 
-@row("aten.argmax.default", "aten.max.dim")
-def _(c: Call) -> Value | tuple[Value, Value]:
-    x, dim, keep = c.args[0], c.at(1), c.at(2, False)
+_ONE = {
+    "aten.argmax.default": "largest of all at", "aten.max.dim": "largest of all at",
+    "aten.argmin.default": "smallest of all at", "aten.min.dim": "smallest of all at",
+    "aten.median.dim": "median at", "aten.mode.default": "most frequent at",
+    "aten.kthvalue.default": "smallest ones at",
+}  # fmt: skip
+"""Operators that find one entry along a dim, and the names of what they find."""
+
+
+def _one(c: Call) -> tuple[int, bool, Hashable]:
+    """Return the dim of such an operator, whether it stays, and what else it is asked."""
+    first = 2 if ".kthvalue." in c.line.op else 1
+    dim = c.at(first, -1 if ".mode." in c.line.op or first == 2 else None)
     if dim is None:
         raise Refused(f"{c.line.op} of all dims has no rule")
-    index = _found(c, "largest of all at", (), x, dim, 1)
-    results = [index] if "argmax" in c.line.op else [_gathered(c, x, dim, index), index]
+    return dim, c.at(first + 1, False), tuple(c.args[1:first])
+
+
+@row(*_ONE)
+def _(c: Call) -> Value | tuple[Value, Value]:
+    x, (dim, keep, facts) = c.args[0], _one(c)
+    index = _found(c, _ONE[c.line.op], facts, x, dim, 1)
+    results = [index] if "aten.arg" in c.line.op else [_gathered(c, x, dim, index), index]
     results = results if keep else [c.tensors.squeeze(value, [dim]) for value in results]
     return results[0] if len(results) == 1 else (results[0], results[1])
 
 
-@slope("aten.max.dim")
+@slope("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.mode.default", "aten.kthvalue.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    x, dim, index = c.args[0], c.args[1], c.results[1]
-    if not c.at(2, False):
+    x, index, (dim, keep, _) = c.args[0], c.results[1], _one(c)
+    if not keep:
         dim %= len(x.dims)
         g, index = c.tensors.unsqueeze(g, dim), c.tensors.unsqueeze(index, dim)
     return [_scattered(c, g, dim, index, x.shape[dim])]
 
 
-@slope("aten.topk.default", "aten.sort.default")
+@slope("aten.topk.default", "aten.sort.default", "aten.sort.stable")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    x, dim = c.args[0], c.at(2, -1) if ".topk." in c.line.op else c.at(1, -1)
+    x, dim = c.args[0], c.line.kwargs.get("dim", c.at(2 if ".topk." in c.line.op else 1, -1))
+    return [_scattered(c, g, dim, c.results[1], x.shape[dim])]
+
+
+@row("aten.cummax.default", "aten.cummin.default")
+def _(c: Call) -> tuple[Value, Value]:
+    x, dim = c.args
+    index = _found(c, "largest so far at" if "max" in c.line.op else "smallest so far at", (), x, dim, x.shape[dim])
+    return _gathered(c, x, dim, index), index
+
+
+@slope("aten.cummax.default", "aten.cummin.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, dim = c.args
     return [_scattered(c, g, dim, c.results[1], x.shape[dim])]
 
 
@@ -97,12 +130,16 @@ def _(c: Call) -> Value:
     return c.tensors.plus(x, _scattered(c, part, dim, index, x.shape[dim]))
 
 
+@slope("aten.scatter_add.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    _, dim, index, _ = c.args
+    return [g, None, _gathered(c, g, dim, index)]
+
+
 def _distinct(c: Call, index: Value) -> None:
     """Refuse numbers that may name an entry twice: of these one would win."""
-    if (
-        c.tensors.table.node(index.node).op not in ("largest at", "order", "largest of all at")
-        or index.coefficient != 1
-    ):
+    found = "largest at", "order", *_ONE.values()
+    if c.tensors.table.node(index.node).op not in found or index.coefficient != 1:
         raise Refused(f"{c.line.op} by numbers that may be equal has no rule")
 
 
@@ -122,8 +159,45 @@ def _(c: Call) -> Value:
 def _(c: Call, g: Value, y: Value) -> Gradients:
     t, (x, dim, index, part) = c.tensors, c.args
     kept = _scattered(c, t.constant(1, index.shape), dim, index, x.shape[dim])
-    left = t.times(g, t.plus(t.constant(1), kept, by=(1, -1)))
+    left = t.plus(g, t.times(g, kept), by=(1, -1))
     return [left, None, *([_gathered(c, g, dim, index)] if isinstance(part, Value) else [])]
+
+
+# ---- experts with a capacity: the first tokens of a sequence that choose an expert have its slots [e, b, c], each the
+# token's number, or -1
+
+
+@row("parc.slots.default", constant=True)
+def _(c: Call) -> Value:
+    chosen, capacity, top = c.args
+    return c.tensors.opaque("slots", (capacity, top), [chosen], ["ebs"], "ebc", "s", {"c": capacity})
+
+
+_SLOTS: dict[str, tuple[str, str, str]] = {
+    "dispatch": ("bsh", "ebch", "combine"), "combine": ("ebch", "bsh", "dispatch"),
+    "pick_slots": ("ebs", "ebc", "unpick_slots"), "unpick_slots": ("ebc", "ebs", "pick_slots"),
+}  # fmt: skip
+"""Operators on slots: the letters of the operand and of the result, and the one that gives the operand's gradient."""
+
+
+def _by_slots(c: Call, x: Value, slots: Value, name: str, tokens: int) -> Value:
+    """Return tokens in their slots, or the sums of what is in a token's."""
+    reads, result, _ = _SLOTS[name]
+    marks = c.tensors.pointwise("eq", [c.tensors.unsqueeze(slots, 3), c.places(tokens)])
+    return c.tensors.product([marks, x], ["ebcs", reads], result)
+
+
+def _enter_slots(name: str, reads: str, back: str) -> None:
+    def tokens(c: Call) -> int:
+        size: int = c.args[2] if len(c.args) > 2 else c.args[0].shape[reads.index("s")]
+        return size
+
+    ROWS[f"parc.{name}.default"] = lambda c: _by_slots(c, c.args[0], c.args[1], name, tokens(c))
+    SLOPES[f"parc.{name}.default"] = lambda c, g, y: [_by_slots(c, g, c.args[1], back, tokens(c)), None]
+
+
+for _operator, (_reads, _result, _back) in _SLOTS.items():
+    _enter_slots(_operator, _reads, _back)
 
 
 # ---- experts: packed rows are an array [experts, tokens, ...] of which some rows are absent. What is read of those is

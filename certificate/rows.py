@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -33,8 +34,8 @@ class Call:
     line: Line
     args: tuple[Any, ...]
     """The arguments, with values in the place of names and local sizes in the place of split ones."""
-    types: dict[int, Type] = field(default_factory=dict)
-    """The types of the operands by their positions."""
+    types: dict[int | tuple[int, int], Type] = field(default_factory=dict)
+    """The types of the operands by their positions, of those in lists by two."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The named arguments that no row has read yet."""
     results: Sequence[Value] = ()
@@ -253,9 +254,20 @@ def largest(t: Tensors, x: Value, dims: Any) -> Value:
 
 
 @function
+def log_softmax(t: Tensors, x: Value, dim: int) -> Value:
+    """Return the logarithms of shares along a dim."""
+    below = _plus(t, x, largest(t, x, dim), -1)
+    return t.plus(below, t.pointwise("log", [t.total(t.pointwise("exp", [below]), [dim], keep=True)]), by=(1, -1))
+
+
+TRUTHS = "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isposinf", "isneginf", "signbit"
+"""The functions that are 1 or 0."""
+
+
+@function
 def nonzero(t: Tensors, x: Item) -> Item:
     """Return 1 where entries are not 0, as the results of comparisons are."""
-    if isinstance(x, Value) and x.coefficient == 1 and t.table.node(x.node).op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if isinstance(x, Value) and x.coefficient == 1 and t.table.node(x.node).op in TRUTHS:
         return x
     return t.pointwise("ne", [_value(t, x), t.constant(0)])
 
@@ -268,12 +280,55 @@ def within(t: Tensors, x: Value, low: Item, high: Item) -> Item:
 
 
 @function
-def share(t: Tensors, g: Value, x: Value, other: Item, op: str) -> Value:
-    """Return the gradient of a larger (or smaller) of two: half of it goes to each where they are equal."""
+def below(t: Tensors, x: Value, low: Item, high: Item) -> Value:
+    """Return 1 where entries are clamped to a lower bound, which is not above the higher one."""
+    lower = t.pointwise("lt", [x, low])
+    return lower if high is None else t.times(lower, t.pointwise("lt", [low, high]))
+
+
+@function
+def beyond(t: Tensors, x: Value, low: Item, high: Item) -> Value:
+    """Return 1 where entries are clamped to a higher bound."""
+    higher = t.pointwise("gt", [x, high])
+    return higher if low is None else either(t, higher, t.pointwise("lt", [high, low]))
+
+
+@function
+def either(t: Tensors, one: Value, other: Value) -> Value:
+    """Return 1 where one of two truth values is."""
+    return t.plus(one, other, t.times(one, other), by=(1, 1, -1))
+
+
+@function
+def weighted(t: Tensors, x: Value, weight: Value | None) -> Value:
+    """Return a value times a weight, if there is one."""
+    return x if weight is None else t.times(x, weight)
+
+
+@function
+def ln(t: Tensors, x: Item) -> Number:
+    """Return the logarithm of a number."""
+    if isinstance(x, Value) or x <= 0:
+        raise Refused("the logarithm of such a number has no rule")
+    exact: Number = number(math.log(x))
+    return exact
+
+
+@function
+def over(t: Tensors, x: Number) -> Number:
+    """Return one over a number as torch's gradient of ``celu`` has it, which rounds the number to float32."""
+    exact: Number = number(1 / struct.unpack("f", struct.pack("f", float(x)))[0])
+    return exact
+
+
+@function
+def share(t: Tensors, g: Value, x: Value, other: Item, lost: str) -> Value:
+    """Return the gradient of one of two of which the larger (or smaller) counts: half of it where they are equal, none
+    where ``lost`` holds."""
     other = _value(t, other)
-    equal, more = t.pointwise("eq", [x, other]), t.pointwise({"ge": "lt", "le": "gt"}[op], [x, other])
+    equal, gone = t.pointwise("eq", [x, other]), t.pointwise(lost, [x, other])
     split = t.plus(t.times(equal, t.scaled(g, Fraction(1, 2))), t.times(_plus(t, 1, equal, -1), g))
-    return t.times(_plus(t, 1, more, -1), split)
+    return t.times(_plus(t, 1, gone, -1), split)
 
 
 _ROW = re.compile(r"([\w.]+)\((.*?)\)(?: -> (\w+))? = ([^~]+?)(?: ~ (.+))?")
@@ -309,12 +364,20 @@ class _Parameters:
             head, equals, default = word.partition("=")
             name, colon, rule = head.partition(": ")
             self.names.append(name)
-            if rule in ("bool", "whole"):
+            if rule in ("bool", "whole", "real"):
                 self.types[at] = rule
             elif colon:
                 self.equal[name] = ast.literal_eval(rule)
             if equals:
                 self.defaults[name] = ast.literal_eval(default)
+
+    def fit(self, call: Call) -> bool:
+        """Return whether a call's arguments are as they must be."""
+        try:
+            self.items(call, dict(call.kwargs or call.line.kwargs))
+        except Refused:
+            return False
+        return True
 
     def items(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Item]:
         """Return a call's arguments by name; numbers are exact.
@@ -341,11 +404,24 @@ class _Parameters:
 
 
 def _has_type(call: Call, position: int, item: Any, rule: str) -> bool:
-    """Return whether an argument is of bools, or of whole numbers."""
+    """Return whether an argument is of bools, of whole numbers, or of others."""
     if isinstance(item, Value):
         dtype = call.types[position].dtype
-        return dtype == "bool" if rule == "bool" else dtype in WHOLE
-    return isinstance(item, bool if rule == "bool" else int)
+        return dtype == "bool" if rule == "bool" else (dtype in WHOLE) == (rule == "whole")
+    return isinstance(item, {"bool": bool, "whole": int, "real": float}[rule])
+
+
+@dataclass(frozen=True)
+class _Alternative:
+    """A line of rows.txt."""
+
+    parameters: _Parameters
+    meaning: _Expression
+    slope: Slope | None
+
+
+_ALTERNATIVES: dict[str, list[_Alternative]] = {}
+"""The lines of each operator of rows.txt."""
 
 
 def _enter(text: str) -> None:
@@ -355,25 +431,49 @@ def _enter(text: str) -> None:
         raise ValueError(f"rows.txt: `{text}` is no row")
     op, meaning = match[1], _expression(ast.parse(match[4], mode="eval").body)
     parameters = _Parameters(op, match[2], match[3])
-    ROWS[op] = lambda call: meaning(call.tensors, parameters.items(call, call.kwargs))
-    if match[5] is None:
-        if labels := re.fullmatch(r'"([^"]+)"\((\w+), (\w+)\)', match[4]):
-            reads, _, result = labels[1].partition(" -> ")
-            rows = [part.split() for part in reads.split(", ")]
-            SLOPES[op] = lambda call, g, y: product_gradients(call.tensors, g, call.args, rows, result.split())
-        return
-    body = ast.parse(match[5], mode="eval").body
+    alternatives = _ALTERNATIVES.setdefault(op, [])
+    alternatives.append(_Alternative(parameters, meaning, _gradients(match[5], match[4], parameters)))
+
+    def chosen(call: Call) -> _Alternative:
+        return next((each for each in alternatives[:-1] if each.parameters.fit(call)), alternatives[-1])
+
+    def mean(call: Call) -> Value:
+        each = chosen(call)
+        value: Value = each.meaning(call.tensors, each.parameters.items(call, call.kwargs))
+        return value
+
+    def gradients(call: Call, g: Value, y: Value) -> Gradients:
+        slope = chosen(call).slope
+        if slope is None:
+            raise Refused(f"no derivative for `{op}`")
+        return slope(call, g, y)
+
+    ROWS[op] = mean
+    if any(each.slope for each in alternatives):
+        SLOPES[op] = gradients
+    if match[5] == "0" or (match[5] and set(match[5]) <= set("0, ")):
+        CONSTANT.add(op)
+
+
+def _gradients(text: str | None, meaning: str, parameters: _Parameters) -> Slope | None:
+    """Return the derivative of a line of rows.txt; a product's follows from its labels."""
+    if text is None:
+        labels = re.fullmatch(r'"([^"]+)"\((\w+), (\w+)\)', meaning)
+        if labels is None:
+            return None
+        reads, _, result = labels[1].partition(" -> ")
+        rows = [part.split() for part in reads.split(", ")]
+        return lambda call, g, y: product_gradients(call.tensors, g, call.args, rows, result.split())
+    body = ast.parse(text, mode="eval").body
     parts = [None if isinstance(part, ast.Constant) else _expression(part)
              for part in (body.elts if isinstance(body, ast.Tuple) else [body])]  # fmt: skip
-    if not any(parts):
-        CONSTANT.add(op)
 
     def gradients(call: Call, g: Value, y: Value) -> Gradients:
         known = {"y": y, **parameters.items(call, dict(call.line.kwargs)), "g": g}
         return [None if part is None else like(call.tensors, part(call.tensors, known), x.shape)
                 for part, x in zip(parts, call.args, strict=False) if isinstance(x, Value)]  # fmt: skip
 
-    SLOPES[op] = gradients
+    return gradients
 
 
 def product_gradients(
@@ -382,10 +482,13 @@ def product_gradients(
     """Return the gradients of the first values of a product: each is the product of the result's with the others."""
     gradients = []
     for at, (x, row) in enumerate(zip(values[:first], rows, strict=False)):
-        if len(set(row)) < len(row):
-            raise Refused("the gradient of a diagonal has no rule")
         others, labels = [*values[:at], *values[at + 1 :]], [*rows[:at], *rows[at + 1 :]]
-        kept = [name if size != 1 else None for name, size in zip(row, x.shape, strict=True)]
+        kept: list[Any] = []
+        for name, size in zip(row, x.shape, strict=True):
+            if name in kept:  # the gradient of a diagonal stands on it
+                others.append(t.leaf("delta", (size, size), (), (0, 0)))
+                labels.append([name, name := ("again", len(kept))])
+            kept.append(name if size != 1 else None)
         gradients.append(t.expand(t.product([g, *others], [result, *labels], kept), x.shape))
     return gradients
 

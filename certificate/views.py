@@ -56,7 +56,8 @@ def _(c: Call) -> Value:
     return c.tensors.reshape(*c.args)
 
 
-@slope("aten.reshape.default", "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+@slope("aten.reshape.default", "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.default",
+       "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
 def _(c: Call, g: Value, y: Value) -> Gradients:
     return [c.tensors.reshape(g, c.args[0].shape)]
 
@@ -108,10 +109,10 @@ def _(c: Call) -> Value:
     return c.tensors.unsqueeze(*c.args)
 
 
-@row("aten.squeeze.dim", "aten.squeeze.dims")
+@row("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 def _(c: Call) -> Value:
-    x, dims = c.args
-    return c.tensors.squeeze(x, [dims] if isinstance(dims, int) else dims)
+    x = c.args[0]
+    return c.tensors.squeeze(x, listed(c.at(1), len(x.dims)))
 
 
 def _bounds(size: int, start: Any, end: Any, step: int) -> tuple[int, int]:
@@ -211,13 +212,16 @@ def _parts(c: Call) -> tuple[int, list[int]]:
     return dim, list(sizes)
 
 
-@row("aten.split.Tensor", "aten.split_with_sizes.default")
+_SPLITS = tuple(f"aten.{safe}{op}" for safe in ("", "unsafe_") for op in ("split.Tensor", "split_with_sizes.default"))
+
+
+@row(*_SPLITS)
 def _(c: Call) -> tuple[Value, ...]:
     dim, sizes = _parts(c)
     return tuple(c.tensors.part(c.args[0], dim, sum(sizes[:at]), size) for at, size in enumerate(sizes))
 
 
-@slope("aten.split.Tensor", "aten.split_with_sizes.default")
+@slope(*_SPLITS)
 def _(c: Call, g: Value, y: Value) -> Gradients:
     (dim, sizes), t, whole = _parts(c), c.tensors, sum(_parts(c)[1])
     placed = [t.place(g, dim, sum(sizes[:at]), whole) for at, g in enumerate(c.grads) if g is not None]
@@ -272,18 +276,36 @@ def _(c: Call) -> Value:
     return c.tensors.constant(fill, c.args[0])
 
 
-@row("parc.iota.default", "aten.arange.start_step", constant=True)
+@row("parc.iota.default", "aten.arange.default", "aten.arange.start", "aten.arange.start_step", constant=True)
 def _(c: Call) -> Value:
     if c.line.op == "parc.iota.default":
         (size, start, step, dtype), local = c.args, c.line.types[0].local[0]
     else:
-        start, step, dtype, local = c.args[0], c.at(2, 1), c.kwargs.pop("dtype"), c.line.types[0].local[0]
+        start, end = (0, c.args[0]) if len(c.args) == 1 else c.args[:2]
+        step, dtype, local = c.at(2, 1), c.kwargs.pop("dtype"), c.line.types[0].local[0]
         demand_whole(c, c.line.types[0], 0)
-        size = math.ceil((number(c.args[1]) - number(start)) / Fraction(number(step)))
+        size = math.ceil((number(end) - number(start)) / Fraction(number(step)))
     start, step = number(start), number(step)
     if size != local or (dtype.text not in FLOATS and not (isinstance(start, int) and isinstance(step, int))):
         raise Refused(f"{c.line.op} of other entries than its type says")
     return c.tensors.plus(c.position(0, c.line.types[0]), c.tensors.constant(start), by=(step, 1))
+
+
+@row("aten.linspace.default", constant=True)
+def _(c: Call) -> Value:
+    (start, end), count, dtype = map(number, c.args[:2]), c.args[2], c.kwargs.pop("dtype")
+    demand_whole(c, c.line.types[0], 0)
+    if dtype.text not in FLOATS or count < 2:
+        raise Refused(f"{c.line.op} of {count} in {dtype.text} has no rule")
+    step = Fraction(end - start) / (count - 1)
+    return c.tensors.plus(c.places(count), c.tensors.constant(start), by=(step, 1))
+
+
+@row("aten.eye.default", "aten.eye.m", constant=True)
+def _(c: Call) -> Value:
+    c.kwargs.pop("dtype")
+    demand_whole(c, c.line.types[0], 0, 1)
+    return c.tensors.leaf("delta", (c.args[0], c.at(1, c.args[0])), (), (0, 0))
 
 
 @row("parc.stream_key.default", constant=True)
@@ -351,10 +373,11 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 
 @row("aten.flip.default")
 def _(c: Call) -> Value:
-    return _flip(c.tensors, *c.args)
+    return flip(c.tensors, *c.args)
 
 
-def _flip(t: Tensors, x: Value, dims: Sequence[int]) -> Value:
+def flip(t: Tensors, x: Value, dims: Sequence[int]) -> Value:
+    """Return a value with the entries of some dims in reverse."""
     _, letters, sizes = t.table.letters(x)
     gone = {letter for dim in listed(dims, len(x.dims)) for letter in letters[dim]}
     index = {
@@ -365,7 +388,108 @@ def _flip(t: Tensors, x: Value, dims: Sequence[int]) -> Value:
 
 @slope("aten.flip.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_flip(c.tensors, g, c.args[1])]
+    return [flip(c.tensors, g, c.args[1])]
+
+
+@row("aten.roll.default")
+def _(c: Call) -> Value:
+    return _rolled(c, c.args[0], 1)
+
+
+@slope("aten.roll.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [_rolled(c, g, -1)]
+
+
+def _rolled(c: Call, x: Value, sign: int) -> Value:
+    """Return a value with the last entries of some dims before the first; of all together where none is named."""
+    t, shape, shifts, dims = c.tensors, x.shape, c.args[1], c.at(2, [])
+    if not dims:
+        x, dims = t.reshape(x, (math.prod(shape),)), [0]
+    dims = listed(dims, len(x.dims))
+    names: list[Any] = [("from" if at in dims else "stays", at) for at in range(len(x.dims))]
+    leaves = [t.leaf("rolled", (size, size), (sign * shift % size,))
+              for size, shift in zip([x.shape[dim] for dim in dims], shifts, strict=True)]  # fmt: skip
+    rows = [[("from", dim), ("stays", dim)] for dim in dims]
+    return t.reshape(t.product([x, *leaves], [names, *rows], [("stays", at) for at in range(len(names))]), shape)
+
+
+@row("aten.diff.default")
+def _(c: Call) -> Value:
+    c.demand(1, 1)
+    x, (dim,) = c.args[0], listed(c.at(2, -1), len(c.args[0].dims))
+    after, before = (c.tensors.part(x, dim, start, x.shape[dim] - 1) for start in (1, 0))
+    return c.tensors.plus(after, before, by=(1, -1))
+
+
+@slope("aten.diff.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    (dim,), size = listed(c.at(2, -1), len(g.dims)), g.shape[c.at(2, -1)] + 1
+    return [c.tensors.plus(*(c.tensors.place(g, dim, start, size) for start in (1, 0)), by=(1, -1))]
+
+
+@row("aten.glu.default")
+def _(c: Call) -> Value:
+    one, gate = _halves(c, c.args[0], c.at(1, -1))
+    return c.tensors.times(one, c.tensors.pointwise("sigmoid", [gate]))
+
+
+def _halves(c: Call, x: Value, dim: int) -> list[Value]:
+    half = x.shape[dim] // 2
+    return [c.tensors.part(x, dim, start, half) for start in (0, half)]
+
+
+def _of_halves(c: Call, g: Value, x: Value, dim: int) -> Value:
+    """Return the gradient of a value of which one half gates the other."""
+    t, (one, gate) = c.tensors, _halves(c, x, dim)
+    open_ = t.pointwise("sigmoid", [gate])
+    return t.cat([t.times(g, open_), t.times(t.plus(t.constant(1), open_, by=(1, -1)), open_, g, one)], dim)
+
+
+@slope("aten.glu.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [_of_halves(c, g, c.args[0], c.at(1, -1))]
+
+
+@row("aten.glu_backward.default")
+def _(c: Call) -> Value:
+    return _of_halves(c, *c.args)
+
+
+@row("aten.diagonal.default")
+def _(c: Call) -> Value:
+    t, x = c.tensors, c.args[0]
+    one, other, size, starts = _diagonal(x.shape, c.at(1, 0), c.at(2, 0), c.at(3, 1))
+    x = t.part(t.part(x, one, starts[0], size), other, starts[1], size)
+    names = ["both" if at in (one, other) else at for at in range(len(x.dims))]
+    return t.product([x], [names], [*(name for name in names if name != "both"), "both"])
+
+
+def _diagonal(shape: Sequence[int], offset: int, one: int, other: int) -> tuple[int, int, int, tuple[int, int]]:
+    """Return the two dims of a diagonal, its size, and where it begins along each."""
+    one, other = listed([one, other], len(shape))
+    starts = max(-offset, 0), max(offset, 0)
+    return one, other, min(shape[one] - starts[0], shape[other] - starts[1]), starts
+
+
+def _on_diagonal(c: Call, g: Value, shape: Sequence[int], *facts: int) -> Value:
+    t, (one, other, size, starts) = c.tensors, _diagonal(shape, *facts)
+    names: list[Any] = [name for name in range(len(shape)) if name not in (one, other)]
+    if g.shape != (*(shape[name] for name in names), size):
+        raise Refused(f"a gradient of {list(g.shape)} is put back to {list(shape)}")
+    same = t.leaf("delta", (size, size), (), (0, 0))
+    g = t.product([g, same], [[*names, one], [one, other]], range(len(shape)))
+    return t.place(t.place(g, one, starts[0], shape[one]), other, starts[1], shape[other])
+
+
+@slope("aten.diagonal.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    return [_on_diagonal(c, g, c.args[0].shape, c.at(1, 0), c.at(2, 0), c.at(3, 1))]
+
+
+@row("aten.diagonal_backward.default")
+def _(c: Call) -> Value:
+    return _on_diagonal(c, *c.args)
 
 
 @row("aten.cumsum.default")
@@ -377,7 +501,7 @@ def _(c: Call) -> Value:
 @slope("aten.cumsum.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     t, dim = c.tensors, c.args[1]
-    return [_flip(t, _running(t, _flip(t, g, [dim]), dim), [dim])]
+    return [flip(t, _running(t, flip(t, g, [dim]), dim), [dim])]
 
 
 def _running(t: Tensors, x: Value, dim: int) -> Value:
@@ -419,6 +543,9 @@ def _padded(t: Tensors, x: Value, pad: Sequence[int]) -> Value:
     return x
 
 
+# ---- windows
+
+
 @row("aten.unfold.default")
 def _(c: Call) -> Value:
     t, (x, dim, size, step) = c.tensors, c.args
@@ -430,3 +557,27 @@ def _(c: Call) -> Value:
     index[dims[dim][0]] = (0, ((("at", 0), step), (("at", 1), 1)))
     dims[dim] = [("at", 0)]
     return t.view(x, [*dims, [("at", 1)]], index, {**sizes, ("at", 0): count, ("at", 1): size})
+
+
+def _folded(c: Call, g: Value, whole: int, dim: int, size: int, step: int) -> Value:
+    """Return the sum of all windows that have an entry of a dim."""
+    names: list[Any] = list(range(len(g.dims) - 1))
+    (dim,) = listed(dim, len(names))
+    windows = c.tensors.leaf("window 0", (whole, size, g.shape[dim]), (step, 0, 1))
+    result = ["entry" if name == dim else name for name in names]
+    return c.tensors.product([g, windows], [[*names, "k"], ["entry", "k", dim]], result)
+
+
+@slope("aten.unfold.default")
+def _(c: Call, g: Value, y: Value) -> Gradients:
+    x, dim, *facts = c.args
+    return [_folded(c, g, x.shape[dim], dim, *facts)]
+
+
+@row("aten.unfold_backward.default")
+def _(c: Call) -> Value:
+    g, shape, dim, *facts = c.args
+    (dim,) = listed(dim, len(shape))
+    if (*g.shape[:dim], *g.shape[dim + 1 : -1]) != (*shape[:dim], *shape[dim + 1 :]) or g.shape[-1] != facts[0]:
+        raise Refused(f"a gradient of {list(g.shape)} is put back to {list(shape)}")
+    return _folded(c, g, shape[dim], dim, *facts)
