@@ -80,6 +80,27 @@ def ordered(strides: Mapping[Letter, int]) -> tuple[tuple[Letter, int], ...]:
     return tuple(sorted((item for item in strides.items() if item[1]), key=lambda item: (-abs(item[1]), str(item[0]))))
 
 
+def letters_of(read: Read) -> set[Letter]:
+    """Return the letters by which a node is read."""
+    return {letter for _, terms in read.maps for letter, _ in terms}
+
+
+def replaced(index: Affine, here: Affine, letter: Letter) -> Affine:
+    """Return an index with a letter in the place of a sum of letters, at any multiple of it."""
+    strides = dict(index[1])
+    times, rest = divmod(strides.get(here[1][-1][0], 0), here[1][-1][1])
+    if not times or rest or any(strides.get(key) != times * stride for key, stride in here[1]) or letter in strides:
+        return index
+    for key, _ in here[1]:
+        del strides[key]
+    return index[0] - times * here[0], ordered({**strides, letter: times})
+
+
+def rank_of(letter: Letter) -> tuple[bool, str]:
+    """Return by what letters are ordered: axes come last."""
+    return isinstance(letter, str), str(letter)
+
+
 class Instead(dict[Letter, Affine]):
     """A substitution of some letters, which leaves all others as they are."""
 

@@ -41,13 +41,16 @@ from .letters import (
     digits,
     joined_letters,
     length_of,
+    letters_of,
     nested,
     numbered,
     ordered,
     orders_of,
     product_of,
     range_of,
+    rank_of,
     reduced,
+    replaced,
     substitute,
 )
 from .nodes import Node, Nodes, Seen
@@ -102,25 +105,6 @@ class DivideAxis(Exception):
     def __init__(self, axis: str, sizes: tuple[int, ...]) -> None:
         super().__init__(axis, sizes)
         self.axis, self.sizes = axis, sizes
-
-
-def _letters(read: Read) -> set[Letter]:
-    return {letter for _, terms in read.maps for letter, _ in terms}
-
-
-def _replaced(index: Affine, here: Affine, letter: Letter) -> Affine:
-    """Return an index with a letter in the place of a sum of letters, at any multiple of it."""
-    strides = dict(index[1])
-    times, rest = divmod(strides.get(here[1][-1][0], 0), here[1][-1][1])
-    if not times or rest or any(strides.get(key) != times * stride for key, stride in here[1]) or letter in strides:
-        return index
-    for key, _ in here[1]:
-        del strides[key]
-    return index[0] - times * here[0], ordered({**strides, letter: times})
-
-
-def _rank(letter: Letter) -> tuple[bool, str]:
-    return isinstance(letter, str), str(letter)
 
 
 class Table(Nodes):
@@ -262,7 +246,7 @@ class Table(Nodes):
             ]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
-        letters = [_letters(read) for read in factors]
+        letters = [letters_of(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
                 coefficient *= length_of(letter, sizes, self.mesh)
@@ -493,14 +477,14 @@ class Table(Nodes):
             if letter in summed:
                 return moved, summed - {letter}
             back = there[1][0][0] if len(there[1]) == 1 and there[0] == 0 and there[1][0][1] == 1 else None
-            if back is not None and back not in summed and _rank(letter) < _rank(back):
+            if back is not None and back not in summed and rank_of(letter) < rank_of(back):
                 continue  # of two letters that are equal, one stands in the place of the other, and never back
             if here[0] == 0 and stride == 1 and moved != others:
                 return [Read(1, self.delta, (here, there)), *moved], summed
         for here, there in (maps, maps[::-1]):
             if len(here[1]) > 1 and there[0] == 0 and len(there[1]) == 1 and there[1][0][1] == 1:
                 letter = there[1][0][0]  # several letters that are one letter together
-                moved = [r._replace(maps=tuple(_replaced(index, here, letter) for index in r.maps)) for r in others]
+                moved = [r._replace(maps=tuple(replaced(index, here, letter) for index in r.maps)) for r in others]
                 if letter in summed and moved != others:
                     return [Read(1, self.delta, (here, there)), *moved], summed
         for here, there in (maps, maps[::-1]):
@@ -566,7 +550,7 @@ class Table(Nodes):
         """Return factors in which ranks' parts of a node, which are summed over all ranks, are the node again; None
         where other factors have these parts otherwise."""
         read, axes = factors[at], {letter for letter in summed if isinstance(letter, str)}
-        if (whole := self.whole(read.node)) is None or _letters(read).isdisjoint(axes):
+        if (whole := self.whole(read.node)) is None or letters_of(read).isdisjoint(axes):
             return None
         again = Read(read.coefficient, whole[0], substitute(whole[1], dict(enumerate(read.maps))))
         joined = self._joined_first([*factors[:at], again, *factors[at + 1 :]], set(summed), sizes)
@@ -622,7 +606,7 @@ class Table(Nodes):
             for loop, (offset, terms) in enumerate(part.maps)
             if not offset and len(terms) == 1 and terms[0][1] == 1
         }
-        if part.coefficient == 1 and _letters(read) == loops.keys():
+        if part.coefficient == 1 and letters_of(read) == loops.keys():
             self.keep_whole(part.node, read.node, substitute(read.maps, Instead(loops)))
         return part
 

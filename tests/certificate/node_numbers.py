@@ -70,7 +70,7 @@ LEAVES = {
     "average": _average, "adaptive average": _adaptive, "rolled": _rolled, "reflection pad": _reflected,
     "replication pad": _replicated,
 }  # fmt: skip
-"""How much of each entry is in each of a result, of what moves or averages entries of a dim."""
+"""The shares of each entry in each of a result, of what moves or averages entries of a dim."""
 
 
 SLOPE: dict[str, Callable[..., T]] = {"silu": torch.nn.functional.silu, "gelu": lambda x,
@@ -125,7 +125,7 @@ FOUND: dict[str, Callable[..., T]] = {
     "last of": _last_of,
     "slots": _slots,
 }
-"""What operators find along a dim, from its entries and the number of results."""
+"""The functions that find something along a dim, of its entries and the number of results."""
 
 
 def _scalar(value: Any) -> float:
