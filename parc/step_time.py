@@ -175,7 +175,7 @@ def time_rows(step: PricedStep, tokens: float | None = None) -> Iterator[tuple[s
     )
 
 
-def line_rows(step: PricedStep, texts: Mapping[int, str]) -> list[tuple[str, ...]]:
+def plan_line_rows(step: PricedStep, texts: Mapping[int, str]) -> list[tuple[str, ...]]:
     """Return the table of the most expensive lines of the plan: number, seconds, share, and the line."""
     return [
         (str(line or "-"), seconds_text(spent), f"{spent / step.time.seconds:.1%}", texts.get(line, "no line"))

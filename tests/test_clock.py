@@ -304,14 +304,14 @@ def test_time_says_how_to_name_a_cluster(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_time_of_a_plan_looks_as_it_did() -> None:
     """To accept a change, delete the golden file and run this once."""
-    from parc.step_time import line_rows, price, time_rows
+    from parc.step_time import plan_line_rows, price, time_rows
 
     compilation = compiled(PLAN)
     step = price(compilation.build, compilation.plan, H100)
     rows = [f"{name:13}{text}" for name, text in time_rows(step, 1e9)]
     texts = {number: " ".join(text.split()) for number, text in enumerate(PLAN.splitlines(), 1)}
     text = "\n".join(
-        [*rows, "", text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)), ""]
+        [*rows, "", text_table(plan_line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)), ""]
     )
     golden = Path(__file__).parent / "golden" / "time.txt"
     if not golden.exists():

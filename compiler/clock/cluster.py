@@ -20,7 +20,7 @@ from ...grammar.nearest import did_you_mean, listed
 _SHIPPED = Path(__file__).parent / "clusters"
 _MOST_BYTES = 1 << 20
 """The most bytes of a file."""
-ALGORITHMS = ("ring", "tree", "nvls")
+KNOWN_ALGORITHMS = ("ring", "tree", "nvls")
 """The ways in which a library makes an all-reduce."""
 TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 """The types of products that a file can give a peak for."""
@@ -303,9 +303,9 @@ class _Reader:
         if kind not in ("cuda", "cpu"):
             raise self.wrong(f"`kind` is {kind!r}", "write `cuda` or `cpu`")
         library, node = self.table("library"), self.table("node")
-        algorithms = tuple(library.get("algorithms", ALGORITHMS[:1]))
-        if unknown := [name for name in algorithms if name not in ALGORITHMS]:
-            raise self.wrong(f"`library.algorithms` has {unknown[0]!r}", f"there are {listed(ALGORITHMS)}")
+        algorithms = tuple(library.get("algorithms", KNOWN_ALGORITHMS[:1]))
+        if unknown := [name for name in algorithms if name not in KNOWN_ALGORITHMS]:
+            raise self.wrong(f"`library.algorithms` has {unknown[0]!r}", f"there are {listed(KNOWN_ALGORITHMS)}")
         sharing = {
             int(ranks): _Reader(f"{self.file}: `sharing.{ranks}`", _merged(self.data, change)).cluster()
             for ranks, change in self.table("sharing").items() if self.whole_key("sharing", ranks)

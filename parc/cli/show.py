@@ -192,7 +192,7 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
     from parc.compiler.clock.cluster import ClusterError
     from parc.compiler.clock.lines import Habits
     from parc.report import plan_of
-    from parc.step_time import line_rows, memory_words, price, step_json, time_rows
+    from parc.step_time import memory_words, plan_line_rows, price, step_json, time_rows
 
     plan = plan_of(build)
     try:
@@ -206,7 +206,7 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
         print(f"{name:13}{text}")
     written = zip(build.texts["plan.parc"].splitlines(), build.report["written"], strict=True)
     texts = {one["line"]: " ".join(text.split()) for text, one in written}
-    print("\n" + text_table(line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)))
+    print("\n" + text_table(plan_line_rows(step, texts), ("plan line", "time", "", ""), right=(0, 1, 2)))
     for text in memory_words(step):
         say(f"note: {text}")
     return 0

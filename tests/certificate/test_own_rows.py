@@ -26,10 +26,10 @@ from .node_numbers import Numbers, T
 AXES = {"dp": 2, "tp": 2}
 _WHOLE_LOSS = "parc.token_loss.default"
 _KERNELS = {**KERNELS, _WHOLE_LOSS: REFERENCE_KERNELS[_WHOLE_LOSS]}
-"""What ranks run, and the loss of whole logits, which only models have."""
+"""The kernels of ranks, and the loss of whole logits, which only models have."""
 HEAD = '"""parc program: role stage0, action F"""\n\nmesh(dp=2, tp=2)\n\n\n'
 CHOSEN = torch.rand(4, 8, generator=torch.Generator().manual_seed(1)) < 0.4
-"""Which of eight tokens each of four experts has."""
+"""The tokens, of eight, that each of four experts has."""
 Q, K, MASS = "f64[2/dp, 4/tp, 3, 4]", "f64[2/dp, 2/tp, 3, 4]", "f64[2/dp, 4/tp, 3]"
 RING = "gq, gk, gv = parc.ring_attention_backward"
 PROGRAMS = {
