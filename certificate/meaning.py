@@ -677,16 +677,11 @@ class Table(Nodes):
         return Value(read.coefficient, read.node, substitute(read.maps, index), tuple(result))
 
     def constant(self, coefficient: Number | float, shape: Sequence[int] = ()) -> Value:
-        """Return a value whose entries are all one number. Infinity is a node of its own.
-
-        Raises:
-            Refused: it is no number.
-        """
+        """Return a value whose entries are all one number. Infinity and NaN are nodes of their own."""
         if isinstance(coefficient, float):
-            if isnan(coefficient):
-                raise Refused("a constant is no number")
             dims = tuple((size,) if size != 1 else () for size in shape)
-            return Value(1 if coefficient > 0 else -1, self.leaf("infinity", ()), (), dims)
+            leaf = self.leaf("nan" if isnan(coefficient) else "infinity", ())
+            return Value(-1 if coefficient < 0 else 1, leaf, (), dims)
         return Value(reduced(coefficient), self.one, (), tuple((size,) if size != 1 else () for size in shape))
 
     def letters(self, value: Value) -> tuple[Read, list[list[Letter]], dict[Letter, int]]:

@@ -124,7 +124,7 @@ def test_wrong_tensors_are_refused() -> None:
     rows = dict(main.returns)
     logits, first, second = (Binding("output", name) for name in ("logits", "hidden.0", "hidden.1"))
     assert judged(tuple(row for row in main.returns if row[0] != first)) == "types"
-    assert judged((*main.returns, (Binding("output", "more"), rows[first]))) == "types"
+    assert judged((*main.returns, (Binding("output", "more"), rows[first]))) == "certificate"
     assert judged(tuple({**rows, first: rows[logits]}.items()))
     longer = replace(main.values()[rows[second]], name="more")
     doubled = Line((longer,), "aten.add.Tensor", (Ref(rows[second]), Ref(rows[second])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,9 +19,10 @@ from ..program.program import Function, Line, Program
 from .cluster import Cluster
 
 TimePart = Literal["products", "other"]
-_CAUSAL_AT = {"parc.attention.default": 5, "parc.attention_backward.default": 8}
-"""The position of the argument that says whether attention hides later keys, half of its work."""
-_PASSES = {"parc.attention.default": 7, "parc.attention_backward.default": 9}
+_ATTENTION = re.compile(r"parc\.attention(_backward)?\.")
+_CAUSAL_AT = 5, 8
+"""The position of the argument that says whether attention hides later keys, half of its work; in backward."""
+_PASSES = 7, 9
 """The times that unfused attention reads or writes the scores: scaling, mask, softmax (two), dropout (two), the
 product; in backward those of their gradients."""
 
@@ -121,7 +123,7 @@ class LineTimes:
         dtype = str(values[line.uses[0]].type.dtype).removeprefix("torch.")
         row = facts(line.op)
         seconds = 0.0
-        if call.op in _CAUSAL_AT:
+        if _ATTENTION.match(call.op):
             seconds = self._attention(call, work, dtype)
         elif row.packs:
             seconds = 2 * work / (cluster.peak_of(dtype) * cluster.products.grouped)
@@ -135,8 +137,8 @@ class LineTimes:
         return max(seconds, size / cluster.bandwidth(size), cluster.device.launch)
 
     def _attention(self, call: OpCall, work: int, dtype: str) -> float:
-        cluster, backward = self.cluster, call.op != "parc.attention.default"
-        causal = bool(call.args[_CAUSAL_AT[call.op]])
+        cluster, backward = self.cluster, facts(call.op).backward
+        causal = bool(call.args[_CAUSAL_AT[backward]])
         products = cluster.products
         if self.habits.fused_attention:
             share = products.attention_backward if backward else products.attention
@@ -148,7 +150,7 @@ class LineTimes:
         made = 4 if backward else 2
         flat = product_seconds(cluster, dtype, (batch, queries[2], keys[2]), each) * made
         scores = batch * queries[2] * keys[2] * 2
-        passes = _PASSES[call.op]
+        passes = _PASSES[backward]
         return flat + passes * max(cluster.device.launch, scores / cluster.bandwidth(scores))
 
     # ---- other lines

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def diff_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", type=Path, help="a build, or a plan, which is compiled without checks")
-    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another one; without it the plan A with the -D")
+    parser.add_argument("a", metavar="BUILD", type=Path, help="a build, or a plan, which is compiled without checks")
+    parser.add_argument("b", metavar="OTHER", type=Path, nargs="?", help="another one; without it the plan with the -D")
     parser.add_argument("--json", action="store_true", help="the same as JSON on stdout")
     add_defines(parser)
 

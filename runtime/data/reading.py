@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -222,7 +223,10 @@ class Crew:
             if not asked:  # it has not begun
                 continue
             what, code = asked
-            _, frames = stack_frames(data[_NOTE:].partition("/_utils/worker.py")[0])  # beyond it are the rank's own
+            # other threads of the worker are no matter, and beyond torch's own loop are the rank's frames
+            threads = _THREAD.split(data[_NOTE:])
+            reading = next((stack for stack in threads if _LOOP in stack), "").partition(_LOOP)[0]
+            _, frames = stack_frames(reading)
             at = f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
             noted[int(process)] = what, code, at
         return noted
@@ -261,6 +265,8 @@ class Crew:
             process.kill()
 
 
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_LOOP = "/_utils/worker.py"
 _NOTE, _STACK = 1024, 1 << 16
 """The bytes of a worker's note, and the most bytes of its stack, which stands behind it."""
 

@@ -258,11 +258,12 @@ def test_workers_of_a_plan_change_no_number(tmp_path: Path) -> None:
 
 
 HANGING = """
-import time
+import threading, time
 class Rows:
     def __len__(self):
         return 40
     def __getitem__(self, number):
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()  # of a library, say
         time.sleep(3600 * (number == 21))
         return [number] * 8, [number] * 8
 """
@@ -275,7 +276,7 @@ def test_a_worker_of_a_plan_that_hangs_is_said_and_ended(tmp_path: Path, monkeyp
     monkeypatch.setattr(reading, "data_limit_s", lambda: 60.0)
     before = set(multiprocessing.active_children())
     with parc.load(build(tmp_path, ONE, plan)) as session:
-        said = r"entry 21 of the dataset was not read within 3 s(.*\n)+.*it is at \S*rows.py:7 in __getitem__"
+        said = r"entry 21 of the dataset was not read within 3 s(.*\n)+.*it is at \S*rows.py:8 in __getitem__"
         with pytest.raises(RunError, match=said):
             for _ in range(3):
                 session.step()
