@@ -298,3 +298,23 @@ def components(letters: Sequence[set[Letter]], summed: set[Letter]) -> list[tupl
                 members, over = group[0] + members, over | group[1]
         groups = [*rest, (members, over)]
     return groups
+
+
+class Divide(Exception):
+    """The request to divide a letter of a value's dims into several, as its entries come from different places."""
+
+    def __init__(self, letter: Letter, sizes: tuple[int, int]) -> None:
+        super().__init__(letter, sizes)
+        self.letter, self.sizes = letter, sizes
+
+
+class NothingPickedError(Exception):
+    """The error of an identity matrix of which no entry that is read is 1."""
+
+
+class DivideAxis(Exception):
+    """The request to count the ranks of an axis by several digits: its parts are split over different letters."""
+
+    def __init__(self, axis: str, sizes: tuple[int, ...]) -> None:
+        super().__init__(axis, sizes)
+        self.axis, self.sizes = axis, sizes

@@ -31,9 +31,11 @@ from typing import NamedTuple
 
 from .letters import (
     Affine,
+    Divide,
     Instead,
     Letter,
     Maps,
+    NothingPickedError,
     Number,
     Read,
     apart,
@@ -56,6 +58,8 @@ from .letters import (
 from .nodes import Node, Nodes, Seen
 from .text import Refused
 
+_MOST_PRODUCTS = 30_000
+"""The most products of a table; the largest models have a tenth of that."""
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
 
@@ -87,32 +91,16 @@ class Value(NamedTuple):
         return {letter.removeprefix("~").split(".")[0] for letter in self.letters}
 
 
-class Divide(Exception):
-    """The request to divide a letter of a value's dims into several, as its entries come from different places."""
-
-    def __init__(self, letter: Letter, sizes: tuple[int, int]) -> None:
-        super().__init__(letter, sizes)
-        self.letter, self.sizes = letter, sizes
-
-
-class _NothingPickedError(Exception):
-    """The error of an identity matrix of which no entry that is read is 1."""
-
-
-class DivideAxis(Exception):
-    """The request to count the ranks of an axis by several digits: its parts are split over different letters."""
-
-    def __init__(self, axis: str, sizes: tuple[int, ...]) -> None:
-        super().__init__(axis, sizes)
-        self.axis, self.sizes = axis, sizes
-
-
 class Table(Nodes):
     """The one table of nodes, in normal form. Equal meanings have equal numbers."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         super().__init__()
         self.mesh = dict(mesh)
+        self._products = 0
+        self.in_pieces = False
+        """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them.
+        Some builds are equal to their model in one of the two forms alone."""
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
         self._fresh = 0
@@ -185,6 +173,9 @@ class Table(Nodes):
     ) -> Read:
         """Return a product of reads, summed over some letters, in normal form. The places in a ``closed`` node are as
         simple as they get."""
+        self._products += 1
+        if self._products > _MOST_PRODUCTS:
+            raise Refused("its meanings take more steps than any model has needed")
         factors: list[Read] = []
         stack = list(reads)
         while stack:
@@ -219,11 +210,13 @@ class Table(Nodes):
         self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: frozenset[int]
     ) -> Read:
         """Return the product of factors that are no products themselves, summed over letters that some of them have."""
+        pieces = [read.node for read in factors if self.look(read.node)[2]] if self.in_pieces else []
         for at, read in enumerate(factors):
             node = self.node(read.node)
             if node.op not in ("sum", "product") or read.node in closed:
                 continue
-            if (len(factors) > 1 and self.look(read.node)[2]) or self.touches(read, summed, sizes):
+            # of two factors in pieces the product would have as many terms as both together
+            if (pieces == [read.node] and len(factors) > 1) or self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
                 rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
@@ -241,9 +234,7 @@ class Table(Nodes):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-            parts = [
-                read if read.node == self.delta or read.node in closed else self.part(read, sizes) for read in factors
-            ]
+            parts = [self.part(read, sizes) if self._padded(read, sizes) else read for read in factors]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
         letters = [letters_of(read) for read in factors]
@@ -328,7 +319,7 @@ class Table(Nodes):
                 if factor.node == self.delta
                 for letter in used
             }
-            if placed and rest and over - placed:
+            if self.in_pieces and placed and rest and over - placed:
                 first = self.product(1, rest, sizes, over - placed)
                 closed = {first.node, *(read.node for read in self.node(first.node).reads)}
                 return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
@@ -373,7 +364,7 @@ class Table(Nodes):
         total: dict[tuple[int, Maps], Number] = {}
         stack = list(terms)
         while stack:
-            read = self.part(stack.pop(), sizes)
+            read = self.part(stack.pop(), sizes) if self.in_pieces else stack.pop()
             node = self.node(read.node)
             if node.op == "sum":
                 index = dict(enumerate(read.maps))
@@ -436,7 +427,7 @@ class Table(Nodes):
                     continue
                 try:
                     step = self._step(read.maps, [*factors[:at], *factors[at + 1 :]], summed, sizes)
-                except _NothingPickedError:
+                except NothingPickedError:
                     return None
                 if step is not None:
                     factors, summed = step
@@ -452,11 +443,11 @@ class Table(Nodes):
         where there is nothing to do.
 
         Raises:
-            _NothingPickedError: its two indices are never equal.
+            NothingPickedError: its two indices are never equal.
         """
         never = apart(maps, sizes, self.mesh)
         if never:
-            raise _NothingPickedError
+            raise NothingPickedError
         if never is False:
             return others, summed
         if (parts := digits(maps, sizes, self.mesh)) is not None:
@@ -470,7 +461,7 @@ class Table(Nodes):
             low, high = range_of(index, sizes, self.mesh)
             size = length_of(letter, sizes, self.mesh)
             if high < 0 or low >= size:
-                raise _NothingPickedError
+                raise NothingPickedError
             if low < 0 or high >= size:
                 continue
             moved = [r._replace(maps=substitute(r.maps, Instead({letter: index}))) for r in others]
@@ -634,6 +625,16 @@ class Table(Nodes):
         reads = [self.part(r, lengths) for r in reads]
         at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
         return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
+
+    def _padded(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
+        """Return whether a read is of the first entries of a node, as where the rest is padding. Parts of others, such
+        as one token, would be parts of all that is behind it."""
+        cuts = [
+            index
+            for index, size in zip(read.maps, self.node(read.node).sizes, strict=True)
+            if read.node != self.delta and range_of(index, sizes, self.mesh) != (0, size - 1)
+        ]
+        return bool(cuts) and all(index[0] == 0 and index[1] for index in cuts)
 
     def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of some entries of a node alone."""

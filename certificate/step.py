@@ -15,7 +15,8 @@ from typing import Any
 
 from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
 from .describe import describe
-from .meaning import DivideAxis, Table, Value
+from .letters import DivideAxis
+from .meaning import Table, Value
 from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
@@ -67,7 +68,7 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
             at = f", at {sizes_text(sizes)}" if sizes else ""
             for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
                 try:
-                    of_part = _certify(Step(read_build(texts, manifest, part, sizes)))
+                    of_part = _certify(read_build(texts, manifest, part, sizes))
                 except Refused as error:
                     raise Refused(f"{error}{at}") if at else error from None
                 proof.nodes += of_part.nodes
@@ -80,7 +81,20 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
             gc.enable()
 
 
-def _certify(step: Step) -> Proof:
+def _certify(build: Build) -> Proof:
+    """Prove one part of a build, at some sizes, in one of two normal forms."""
+    try:
+        return _certify_in_form(Step(build))
+    except Refused as error:
+        again = Step(build)
+        again.table.in_pieces = True
+        try:
+            return _certify_in_form(again)
+        except Refused:
+            raise error from None
+
+
+def _certify_in_form(step: Step) -> Proof:
     step.table.naming = True
     step.run_model()
     step.table.naming = False

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from .letters import Affine, Instead, Letter, Number, Read, length_of, reduced, substitute
-from .meaning import Divide, DivideAxis, Table, Value
+from .letters import Affine, Divide, DivideAxis, Instead, Letter, Number, Read, length_of, reduced, substitute
+from .meaning import Table, Value
 from .text import Atom, Dim, Mesh, Refused, Type
 
 MICROBATCH = "#"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from certificate.alike import Alike
-from certificate.letters import Affine, Letter, Read
-from certificate.meaning import DivideAxis, Table, Value
+from certificate.letters import Affine, DivideAxis, Letter, Read
+from certificate.meaning import Table, Value
 from certificate.tensors import Tensors
 from certificate.text import Mesh, Refused, read_type
 
