@@ -58,8 +58,8 @@ from .letters import (
 from .nodes import Node, Nodes, Seen
 from .text import Refused
 
-_MOST_PRODUCTS = 30_000
-"""The most products of a table; the largest models have a tenth of that."""
+_MOST_MADE = 30_000
+"""The most products and parts of a table; the largest models have a tenth of that."""
 _MOST_STEPS = 1000
 """The most steps in which a product with identity matrices is simplified."""
 
@@ -97,7 +97,7 @@ class Table(Nodes):
     def __init__(self, mesh: Mapping[str, int]) -> None:
         super().__init__()
         self.mesh = dict(mesh)
-        self._products = 0
+        self._made = 0
         self.in_pieces = False
         """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them.
         Some builds are equal to their model in one of the two forms alone."""
@@ -173,9 +173,7 @@ class Table(Nodes):
     ) -> Read:
         """Return a product of reads, summed over some letters, in normal form. The places in a ``closed`` node are as
         simple as they get."""
-        self._products += 1
-        if self._products > _MOST_PRODUCTS:
-            raise Refused("its meanings take more steps than any model has needed")
+        self._count()
         factors: list[Read] = []
         stack = list(reads)
         while stack:
@@ -234,7 +232,8 @@ class Table(Nodes):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-            parts = [self.part(read, sizes) if self._padded(read, sizes) else read for read in factors]
+            padded = self.in_pieces and any(self._padded(read, sizes) for read in factors)
+            parts = [self.part(read, sizes) if padded and self._padded(read, sizes) else read for read in factors]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
         letters = [letters_of(read) for read in factors]
@@ -602,6 +601,7 @@ class Table(Nodes):
         return part
 
     def _part(self, read: Read, node: Node, sizes: Mapping[Letter, int]) -> Read:
+        self._count()
         index = dict(enumerate(read.maps))
         if node.op == "sum":
             terms = (Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
@@ -626,15 +626,18 @@ class Table(Nodes):
         at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
         return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
 
+    def _count(self) -> None:
+        """Count one more product or part, and refuse too many."""
+        self._made += 1
+        if self._made > _MOST_MADE:
+            raise Refused("its meanings take more steps than any model has needed")
+
     def _padded(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of the first entries of a node, as where the rest is padding. Parts of others, such
         as one token, would be parts of all that is behind it."""
-        cuts = [
-            index
-            for index, size in zip(read.maps, self.node(read.node).sizes, strict=True)
-            if read.node != self.delta and range_of(index, sizes, self.mesh) != (0, size - 1)
-        ]
-        return bool(cuts) and all(index[0] == 0 and index[1] for index in cuts)
+        loops = zip(read.maps, self.node(read.node).sizes, strict=True)
+        cuts = [index for index, size in loops if range_of(index, sizes, self.mesh) != (0, size - 1)]
+        return read.node != self.delta and bool(cuts) and all(index[0] == 0 and index[1] for index in cuts)
 
     def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of some entries of a node alone."""

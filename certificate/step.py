@@ -83,13 +83,13 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
 
 def _certify(build: Build) -> Proof:
     """Prove one part of a build, at some sizes, in one of two normal forms."""
+    step = Step(build)
+    step.table.in_pieces = True
     try:
-        return _certify_in_form(Step(build))
+        return _certify_in_form(step)
     except Refused as error:
-        again = Step(build)
-        again.table.in_pieces = True
         try:
-            return _certify_in_form(again)
+            return _certify_in_form(Step(build))
         except Refused:
             raise error from None
 
