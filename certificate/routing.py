@@ -138,8 +138,8 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 
 def _distinct(c: Call, index: Value) -> None:
     """Refuse numbers that may name an entry twice: of these one would win."""
-    found = "largest at", "order", *_ONE.values()
-    if c.tensors.table.node(index.node).op not in found or index.coefficient != 1:
+    distinct = "largest at", "order", *_ONE.values()
+    if c.tensors.table.node(index.node).op not in distinct or index.coefficient != 1:
         raise Refused(f"{c.line.op} by numbers that may be equal has no rule")
 
 

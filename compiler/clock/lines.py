@@ -147,8 +147,8 @@ class LineTimes:
         batch = queries[0] * queries[1]
         several = 5 if backward else 2  # products, of which backward need not make the scores again
         each = work // several
-        made = 4 if backward else 2
-        flat = product_seconds(cluster, dtype, (batch, queries[2], keys[2]), each) * made
+        products_of_scores = 4 if backward else 2
+        flat = product_seconds(cluster, dtype, (batch, queries[2], keys[2]), each) * products_of_scores
         scores = batch * queries[2] * keys[2] * 2
         passes = _PASSES[backward]
         return flat + passes * max(cluster.device.launch, scores / cluster.bandwidth(scores))
@@ -195,7 +195,7 @@ class LineTimes:
             for name in line.uses:
                 readers.setdefault(root.get(name, name), set()).add(groups[at])
         read: dict[int, set[str]] = {}
-        made: dict[str, int] = {}
+        made_in: dict[str, int] = {}
         sums: dict[int, float] = {}
         of_line: dict[int, float] = {}
         for at, line in enumerate(function.lines):
@@ -204,14 +204,13 @@ class LineTimes:
             size = 0
             for name in (root.get(name, name) for name in line.uses):
                 seen = read.setdefault(groups[at], set())
-                if made.get(name, -1) != groups[at] and name not in seen and name in values:
+                if made_in.get(name, -1) != groups[at] and name not in seen and name in values:
                     seen.add(name)
                     size += local_bytes(values[name].type, self.program)
             for value in line.made:
-                own = root.get(value.name, value.name)
-                if own == value.name:
-                    made[own] = groups[at]
-                    if own in leaves or readers.get(own, set()) - {groups[at]}:
+                if root.get(value.name, value.name) == value.name:
+                    made_in[value.name] = groups[at]
+                    if value.name in leaves or readers.get(value.name, set()) - {groups[at]}:
                         size += local_bytes(value.type, self.program)
             of_line[at] = size
             sums[groups[at]] = sums.get(groups[at], 0) + size

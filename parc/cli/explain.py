@@ -58,14 +58,14 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
     side = side_at(path, {})
     explainer = Explainer(side)
     try:
-        found = explainer.explain(args.what)
+        explanation = explainer.explain(args.what)
         if args.without:
             return _show_without(args, side, explainer.lines_of(args.what))
     except UnknownWhat as unknown:
         say(f"parc explain: {unknown}")
         say(f"help: {unknown.help}")
         return 1
-    print_explanation(found, args.what, args.json)
+    print_explanation(explanation, args.what, args.json)
     return 0
 
 

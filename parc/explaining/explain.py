@@ -132,10 +132,10 @@ class Explainer:
         files = {line.place.rpartition(":")[0] for line in lines if ":" in line.place}
         inside = next((name for name in sorted(files) if name == file or name.endswith(f":{file}")), "")
         place = f"{inside}:{number}" if inside else str(number)
-        found = [line for line in lines if line.place == place]
-        found = found or [line for line in lines if not inside and line.root == number]
-        if found:
-            return found
+        lines_there = [line for line in lines if line.place == place]
+        lines_there = lines_there or [line for line in lines if not inside and line.root == number]
+        if lines_there:
+            return lines_there
         known = {line.place if inside else str(line.root): line for line in lines if line.place.startswith(f"{inside}:")
                  or not inside}  # fmt: skip
         near = sorted(known, key=lambda one: abs(int(one.rpartition(":")[2]) - number))[:3]
