@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, final
 
+from ..ranks.parents import wait_for_end, wake_with_parent
 from .voices import VOICES
 
 _LINE = "launcher"
 """The name of a pipe in the folder of a run's processes, which only the launcher holds open for writing."""
 _SAVING_S = 7.0
 """The seconds in which a rank that trains must come to the end of its step, where it saves."""
-_LOOK_S = 0.5
-"""The seconds between two looks at the parent of a process that torchrun started."""
 
 
 @contextmanager
@@ -56,7 +55,8 @@ class Lifeline:
         """Begin, in a process that was launched."""
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             return
-        wait: Callable[[], object] = partial(_wait_for_other_parent, os.getppid())  # torchrun holds no line
+        wake_with_parent()
+        wait: Callable[[], object] = partial(wait_for_end, os.getppid())  # torchrun holds no line
         if VOICES in os.environ:
             line = _opened(Path(os.environ[VOICES], _LINE))
             if line < 0:
@@ -113,8 +113,3 @@ def _opened(line: Path) -> int:
     except FileNotFoundError:  # the launcher has ended, and removed it
         pass
     return -1
-
-
-def _wait_for_other_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
