@@ -212,7 +212,7 @@ class Crew:
     def __init__(self, workers: int) -> None:
         self._processes = set[BaseProcess]()
         with ExitStack() as files:
-            self._files = [files.enter_context(tempfile.TemporaryFile()) for _ in range(workers)]
+            self._files = [files.enter_context(_file_of_memory()) for _ in range(workers)]
             weakref.finalize(self, files.pop_all().close)
 
     def start(self, loader: DataLoader[_Rows]) -> Iterator[_Rows]:
@@ -288,6 +288,13 @@ class Crew:
         """End all workers at once: one that hangs would be waited for."""
         for process in self._processes:
             process.kill()
+
+
+def _file_of_memory() -> IO[bytes]:
+    """Return a file without a name, which needs no room on a disk where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("parc-worker"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
