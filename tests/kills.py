@@ -1,8 +1,9 @@
 """Kills of launchers and ranks at random times: ``python -m tests.kills --kills 200``.
 
 A run of two ranks, each with a data worker, trains without an end; its launcher or a rank gets SIGKILL before, in or
-after the first step. Then another run saves to the same folder, sometimes at once. It is counted which processes are
-left 10 seconds later, and whether the folder holds another checkpoint than that of the later run.
+after the first step, sometimes while a process below it is stopped. Then another run saves to the same folder,
+sometimes at once. It is counted which processes are left 10 seconds later, and whether the folder holds another
+checkpoint than that of the later run.
 
 Launchers and ranks are forked from a process that has imported torch; with ``--started`` they are new Pythons.
 """
@@ -188,6 +189,9 @@ def one_kill(draw: random.Random, folder: Path, first_step_s: float, started: bo
     victim, kind = (draw.choice(ranks), "rank") if ranks and draw.random() < 0.4 else (launcher, "launcher")
     steps = metrics.read_text().count('"step":') if metrics.is_file() else 0
     with suppress(ProcessLookupError):
+        if draw.random() < 0.4 and steps and (below := descendants(victim)):  # a rank or a data worker
+            os.kill(draw.choice(below), signal.SIGSTOP)
+            kind += ", one below it stopped,"
         os.kill(victim, signal.SIGKILL)
     killed, wrong = time.monotonic(), []
     if draw.random() < 0.5 and not ended(_LEFT_S):
