@@ -160,7 +160,8 @@ class Table:
         self._members: list[_Member] = []
         self._taking: set[asyncio.Task[None]] = set()
         self._unknown: dict[asyncio.Task[None] | None, None] = {}
-        self._said: set[str] = set()
+        self.refused: list[str] = []
+        """The refusals, in words, each once."""
         self._store: object = None
         self.over = False
         """Mark of a run that ends: another one may soon meet here."""
@@ -196,7 +197,7 @@ class Table:
                 return
             await self._keep(_Member(channel, join, serves))
         except OtherSecret as error:
-            self._say_once(f"a message from {peer} was not read: {error}")
+            self._say_once(f"{peer} was refused: it sent {error}")
         except (Stranger, EOFError, OSError, asyncio.CancelledError):
             pass  # who it was is not known, and it gets no answer
 
@@ -217,8 +218,8 @@ class Table:
             del self._unknown[task]
 
     def _say_once(self, text: str) -> None:
-        if text and text not in self._said and len(self._said) < _MOST_UNKNOWN:
-            self._said.add(text)
+        if text and text not in self.refused and len(self.refused) < _MOST_UNKNOWN:
+            self.refused.append(text)
             self._say(text)
 
     def _refusal(self, join: Join, serves: bool) -> Refusal | None:
