@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar, final, get_type_hints
@@ -288,6 +289,11 @@ class Table:
             for member in self._members:
                 member.channel.send(text)
             return
+        times = Counter(member.join.host for member in self._members)
+        if twice := [host for host in times if times[host] > 1]:
+            self._say(
+                f"warning: two launchers of this run are on {twice[0]}; if they are of two runs, these need two ports"
+            )
         self._store, port = self._make_store()
         free = iter(sorted({*range(count)} - {member.join.number for member in self._members}))
         for member in sorted(self._members, key=lambda each: not each.serves):

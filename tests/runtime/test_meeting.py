@@ -108,8 +108,9 @@ def test_hosts_are_numbered_and_hear_of_failures_and_of_the_end_of_all(at: Endpo
 
 def test_numbers_that_are_given_count_and_the_rest_are_by_arrival(at: Endpoint) -> None:
     with ExitStack() as stack:
-        three = [hosts(at, name, nnodes=3, number=number) for name, number in (("a", None), ("b", 0), ("c", None))]
+        three = [hosts(at, name, nnodes=3, number=number) for name, number in (("a", None), ("b", 0), ("a", None))]
         met = meet(stack, *three)
+        assert SAID == ["warning: two launchers of this run are on a; if they are of two runs, these need two ports"]
         assert [met.index(launcher) for launcher in three] == [1, 0, 2]
         ended(*(lambda each=each: each.end(0, [], []) for each in met))
 
