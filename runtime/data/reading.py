@@ -96,11 +96,11 @@ class RowReader:
         # An iterable is read from its start: a second worker would read all samples of the first one too.
         self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
         self._next = self._end = -1
-        self._loaders: list[Iterator[_Rows]] = []
-        """The loader that reads now, if one does."""
+        self._loading: list[tuple[Crew, Iterator[_Rows]]] = []
+        """The loader that reads now, and its workers, if one does."""
         # The list is held from outside too: a loader that is collected in a cycle has lost the queue by which it tells
         # its workers to end, and waits five seconds for each of them.
-        weakref.finalize(self, self._loaders.clear).atexit = False
+        weakref.finalize(self, _end_loading, self._loading).atexit = False
 
     @property
     def count(self) -> int | None:
@@ -128,8 +128,7 @@ class RowReader:
         rows = self._next_rows()
         if isinstance(rows, Failed):
             self._next = -1
-            self._crew.end()
-            self._loaders.clear()
+            _end_loading(self._loading)
             raise DataError(rows.message, rows.help, place=rows.place)
         self._next = first + self._batch if first + self._batch < self._end else -1
         return rows
@@ -138,35 +137,44 @@ class RowReader:
         """Return what the workers read next, or which of them died, or takes too long."""
         limit = data_limit_s()
         until = time.monotonic() + limit
+        crew, batches = self._loading[0]
         while True:
             try:
-                return next(self._loaders[0])
+                return next(batches)
             except RuntimeError as error:  # of DataLoader
                 if "timed out" not in str(error):
-                    return self._crew.dead(str(error))
+                    return crew.dead(str(error))
                 if time.monotonic() >= until:
-                    return self._crew.slow(limit)
+                    return crew.slow(limit)
 
     def late(self, limit: float) -> Failed:
         """Return the fault of a call in another thread that has not ended for ``limit`` seconds. Its workers end, and
         with them the call."""
         if not self._workers:
             return Failed(_too_slow("the data", limit), _SLOW_HELP, _reading_at())
-        fault = self._crew.slow(limit)
-        self._crew.end()
+        crew, _ = self._loading[0]
+        fault = crew.slow(limit)
+        crew.end()
         return fault
 
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
         firsts = range(first, self._end, self._batch)
-        self._loaders.clear()
-        self._crew = Crew(self._workers)
+        _end_loading(self._loading)
+        crew = Crew(self._workers)
         loader = DataLoader(
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
-            prefetch_factor=_PREFETCHED, multiprocessing_context=_Forks(), worker_init_fn=self._crew.join,
+            prefetch_factor=_PREFETCHED, multiprocessing_context=_Forks(), worker_init_fn=crew.join,
             timeout=_LOOK_S,
         )  # fmt: skip
-        self._loaders[:] = [_starter(os.getpid()).submit(self._crew.start, loader).result()]
+        self._loading[:] = [(crew, _starter(os.getpid()).submit(crew.start, loader).result())]
+
+
+def _end_loading(loading: list[tuple[Crew, Iterator[_Rows]]]) -> None:
+    """End a loader, and its workers before: it would wait five seconds for one that hangs or is stopped."""
+    for crew, _ in loading:
+        crew.end()
+    loading.clear()
 
 
 @final
@@ -210,7 +218,7 @@ class Crew:
     and, on a signal, where it is: so it can be told why no batch comes."""
 
     def __init__(self, workers: int) -> None:
-        self._processes = set[BaseProcess]()
+        self._rank, self._processes = os.getpid(), set[BaseProcess]()
         with ExitStack() as files:
             self._files = [files.enter_context(_file_of_memory()) for _ in range(workers)]
             weakref.finalize(self, files.pop_all().close)
@@ -285,8 +293,8 @@ class Crew:
         return Failed(_too_slow(what or "the data", limit), _SLOW_HELP, (at or code) and f"it is at {at or code}")
 
     def end(self) -> None:
-        """End all workers at once: one that hangs would be waited for."""
-        for process in self._processes:
+        """End all workers at once. A process that was forked from their rank ends none."""
+        for process in self._processes if os.getpid() == self._rank else ():
             process.kill()
 
 

@@ -332,6 +332,16 @@ def test_a_worker_ends_with_its_rank_wherever_it_is(how: str, tmp_path: Path) ->
     wait_until(lambda: state_of(worker) in ("", "Z"), "the end of the worker")
 
 
+def test_the_end_of_reading_waits_for_no_worker_that_is_stopped(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    reader = RowReader(Closing(Stuck("stopped", tmp_path / "worker"), threading.Event()), range(4), 4, 1)
+    assert len(reader(0)["tokens"]) == 4
+    wait_until(lambda: state_of((tmp_path / "worker").read_text()) == "T", "a worker that is stopped")
+    begun = time.monotonic()
+    del reader
+    assert time.monotonic() - begun < 3 and set(multiprocessing.active_children()) <= before
+
+
 def wait_until(ready: Callable[[], Any], what: str) -> Any:
     """Wait until a value is there, and return it."""
     until = time.monotonic() + 30
