@@ -112,7 +112,17 @@ def remove_if_left(folder: Path) -> None:
         states = [(place.lstat(), is_kind) for place, is_kind in kinds]
         mine = all(is_kind(state.st_mode) and state.st_uid == os.geteuid() for state, is_kind in states)
         if mine and not _is_used(folder / line()):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder.rename(f"{folder}-"))  # so that a process that just ends puts nothing more into it
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its line last, by which another process would know it if this one were killed."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != line():
+            entry.unlink()
+    shutil.rmtree(folder)
 
 
 def _is_used(pipe: Path) -> bool:
