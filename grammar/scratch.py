@@ -18,6 +18,9 @@ from .diagnostics import Diagnostic, PlanError
 _PROBE = bytes(1 << 16)
 """The bytes that a folder must take to be of use."""
 
+_LEFT = ".left"
+"""The end of the name of a folder that is about to be removed."""
+
 
 @contextmanager
 def scratch(kind: str) -> Iterator[Path]:
@@ -103,6 +106,9 @@ def remove_left(temporary: Path) -> None:
     """Remove the folders that killed processes have left."""
     for folder in temporary.glob("parc-*"):
         remove_if_left(folder)
+        if folder.suffix == _LEFT:  # it is empty, where its remover ended between the line and the folder
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def remove_if_left(folder: Path) -> None:
@@ -112,7 +118,7 @@ def remove_if_left(folder: Path) -> None:
         states = [(place.lstat(), is_kind) for place, is_kind in kinds]
         mine = all(is_kind(state.st_mode) and state.st_uid == os.geteuid() for state, is_kind in states)
         if mine and not _is_used(folder / line()):
-            _remove(folder.rename(f"{folder}-"))  # so that a process that just ends puts nothing more into it
+            _remove(folder.rename(f"{folder}{_LEFT}"))  # so that a process that just ends puts nothing more into it
 
 
 def _remove(folder: Path) -> None:
