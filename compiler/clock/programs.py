@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..analysis.communication import bytes_put_in
 from ..analysis.lifetimes import aliases
-from ..analysis.liveness import local_bytes
-from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS
 from ..layout.placement import TensorType
 from ..program.actions import BACKWARD, REDUCE
 from ..program.binding import Binding
@@ -172,7 +172,7 @@ class ProgramClock:
 
     def _messages(self, function: Function) -> dict[int, StartedMessage]:
         """Return the messages of a function by the line that starts them: the first of those that travel together."""
-        sizes: dict[int, tuple[str, tuple[str, ...], float, int]] = {}
+        sizes: dict[int, tuple[str, tuple[str, ...], int, int]] = {}
         results: dict[int, list[str]] = {}
         first: dict[object, int] = {}
         values, mesh = function.values(), self.program.mesh
@@ -186,16 +186,14 @@ class ProgramClock:
             members = len(row.members(line.args[1:]) or ())
             ranks = members or math.prod(map(mesh.size, axes))
             type_ = values[line.uses[0]].type
-            there, rows = type_.packed or (1, 1)
-            sent = row.travelling([values[name].type for name in line.uses])
-            size = sum(payload_bytes(line.op, t.local(mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
+            size = bytes_put_in(line, values, mesh, ranks)
             if self.habits.half_gradients and function in self.program.mains and self._sums_gradients(line, type_):
                 size //= type_.dtype.itemsize // 2
             number = dict(line.kwargs).get(MESSAGE)
             key = first.setdefault((line.op, number), id(line)) if number is not None else id(line)
-            before = sizes[key][2] if key in sizes else 0.0
+            before = sizes[key][2] if key in sizes else 0
             results.setdefault(key, []).extend(value.name for value in line.made)
-            sizes[key] = line.op.removeprefix("parc."), axes, before + row.sent(size, ranks), members
+            sizes[key] = line.op.removeprefix("parc."), axes, before + size, members
         return {
             key: StartedMessage(self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)), results[key])
             for key, (op, axes, size, members) in sizes.items()
@@ -204,11 +202,9 @@ class ProgramClock:
     def _ring(self, line: Line, function: Function, time: LineTime) -> tuple[float, str]:
         """Return the time of a ring beyond its attention, and its axis: in each of its steps keys and values travel
         beside the attention of the part before."""
-        values, mesh = function.values(), self.program.mesh
+        mesh = self.program.mesh
         axes = COLLECTIVES[line.op].axes(line.args[1:])
         ranks = math.prod(map(mesh.size, axes))
-        sent = COLLECTIVES[line.op].travelling([values[name].type for name in line.uses])
-        size = sum(local_bytes(type_, self.program) for type_ in sent)
-        hop = self.links.send(size, self.links.neighbours(axes[0]))
+        hop = self.links.hop(axes[0], bytes_put_in(line, function.values(), mesh, ranks))
         beside = time.seconds / ranks
         return max(0.0, hop - beside) * (ranks - 1), ",".join(mesh.joined(axes))

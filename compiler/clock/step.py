@@ -45,6 +45,8 @@ class _RoleClock:
     programs: Mapping[str, Program]
     clocks: Mapping[str, ProgramClock]
     update: float
+    at: int
+    """Its coordinate on the pipeline's axis."""
     now: float = 0.0
     done: list[TimeSpan] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
@@ -76,12 +78,12 @@ class StepClock:
         clocks: dict[int, ProgramClock] = {}
         blocks: dict[str, ProgramTime] = {}
         self._roles: dict[str, _RoleClock] = {}
-        for name, role in roles.items():
+        for at, (name, role) in enumerate(roles.items()):
             programs = role.programs if habits.overlap else in_reduce(role.programs)
             for program in programs.values():
                 clocks.setdefault(id(program), ProgramClock(program, links, habits, blocks))
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
-            self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
+            self._roles[name] = _RoleClock(role, programs, of_role, updates[name], at)
         self._axis = next(iter(roles.values())).axis
         self._sent: dict[Action, tuple[float, float]] = {}
         """The arrival of each message between stages, and its time on the way."""
@@ -199,7 +201,9 @@ class StepClock:
             program = clock.programs[key.program_in(clock.programs)]
             values = program.main.values()
             size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
-            clock.wires[key] = self.links.send(size, self.links.neighbours(self._axis))
+            stage = action.stage + ACTIONS[key.kind].to
+            to = next(other.at for other in self._roles.values() if stage in other.role.stages)
+            clock.wires[key] = self.links.to_stage(self._axis, clock.at, to, size)
         return clock.wires[key]
 
     def _receive(self, clock: _RoleClock, action: Action) -> bool:

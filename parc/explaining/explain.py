@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of
+from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of, row_place
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.blocks import complete
 from parc.explaining.flights import RoleMessages
@@ -238,8 +238,8 @@ class Explainer:
         across = self.report.get("across_nodes")
         if across is None:
             return ""
-        place = place_of(self.build.mesh, entry["axis"].split(","), across["node"])
-        if not (size := nic_bytes(entry, place)):
+        place = row_place(entry, place_of(self.build.mesh, entry["axis"].split(","), across["node"]))
+        if not (size := nic_bytes(entry["op"], entry["bytes"], place)):
             return f"its {entry['ranks']} ranks share a node"
         way = ALGORITHMS[entry["op"]].words
         return (
