@@ -18,10 +18,11 @@ from parc.cli.explain import print_explanation
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.explaining.differences import compare_sides
 from parc.explaining.explain import Explainer, UnknownWhat
-from parc.explaining.sides import Side, side_of_plan, with_and_without
+from parc.explaining.sides import Side, on_cluster, side_of_plan, with_and_without
 from parc.report_words import traffic_by
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+CLUSTER = "h100-sxm"
 GOLDEN = Path(__file__).parent / "golden" / "explained.txt"
 
 PLAN = """\
@@ -82,7 +83,17 @@ EXPLAINED = [
     ("tensor", "pp=2 tp=1", "pp0:no:1"),
     ("tensor", "", "blocks.1.mlp"),
     ("tensor", "", "memory"),
+    ("tensor", "", "time"),
 ]
+TIMED = [
+    ("tensor", "", "line:18"),
+    ("zero 3", "", "no:16"),
+    ("ring", "", "no:1"),
+    ("tensor", "pp=2 tp=1", "pp0:no:1"),
+    ("tensor", "", "blocks.1.mlp"),
+    ("tensor", "pp=2 tp=1", "time"),
+]
+"""Explanations on a cluster."""
 COMPARED = [
     (("tensor", ""), ("tensor", "tp=4")),
     (("zero 1", ""), ("zero 3", "")),
@@ -93,6 +104,11 @@ COMPARED = [
     (("ring", ""), ("gathered", "")),
     (("tensor", ""), ("tiny", "")),
     (("tensor", ""), ("tensor", "")),
+]
+COMPARED_TIMES = [
+    (("tensor", ""), ("tensor", "tp=4")),
+    (("zero 1", ""), ("zero 3", "")),
+    (("sequence", ""), ("tensor", "")),
 ]
 
 
@@ -132,6 +148,16 @@ def test_explanations_and_differences_look_as_they_did(folder: Path, capsys: pyt
         texts.append(
             f"# diff {' '.join(filter(None, left))}, {' '.join(filter(None, right))}\n{capsys.readouterr().out}"
         )
+    for plan, defines, what in TIMED:
+        print_explanation(Explainer(on_cluster(side(folder, plan, defines), CLUSTER)).explain(what), what, False)
+        texts.append(
+            f"# explain {' '.join(filter(None, (plan, defines)))}: {what} on {CLUSTER}\n{capsys.readouterr().out}"
+        )
+    for left, right in COMPARED_TIMES:
+        sides = (on_cluster(side(folder, *one), CLUSTER) for one in (left, right))
+        print_comparison(compare_sides(*sides), False)
+        names = ", ".join(" ".join(filter(None, one)) for one in (left, right))
+        texts.append(f"# diff {names} on {CLUSTER}\n{capsys.readouterr().out}")
     sequence = side(folder, "sequence")
     print_comparison(
         compare_sides(*with_and_without(sequence, Explainer(sequence).lines_of("split.parc:5"), lambda _: None)), False
@@ -181,6 +207,24 @@ def test_a_difference_counts_what_the_reports_count(folder: Path) -> None:
     assert sum(after - before for before, after in moved) == facts["numbers"]["sent"][1] - facts["numbers"]["sent"][0]
     changes = [abs(after - before) for before, after in moved]
     assert changes == sorted(changes, reverse=True)
+
+
+def test_explained_seconds_are_those_of_the_clock(folder: Path) -> None:
+    for plan, defines in (("tensor", ""), ("zero 3", ""), ("ring", ""), ("tensor", "pp=2 tp=1")):
+        explainer = Explainer(on_cluster(side(folder, plan, defines), CLUSTER))
+        seconds = explainer.seconds
+        assert seconds is not None
+        spent = seconds.time.roles[seconds.role]
+        roots = {line.root for line in explainer.facts.lines} | {0}
+        assert sum(seconds.of_lines({root}).all for root in roots) == pytest.approx(sum(spent.lines.values()))
+        modules = seconds.of_modules(explainer.facts.tree.row_of)
+        assert sum(one.work for one in modules.values()) == pytest.approx(
+            sum(spent.lines.values()) - sum(spent.exposed.values()), rel=0.02
+        )
+        first = {entry["message"]: entry for entry in explainer.facts.entries if entry["role"] == seconds.role}
+        received = spent.exposed.get((explainer.build.axis, 12), 0.0)  # waits for what other stages send
+        waits = sum(explainer._message_time(entry).waited for entry in first.values() if entry["op"] != "send")
+        assert waits + received == pytest.approx(sum(spent.exposed.values()))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,16 +16,23 @@ from ..program.roles import Role
 from ..schedules.timeline import Timeline, TimeSpan
 from .lines import Habits
 from .links import Links
-from .programs import STEP_PARTS, InFlight, ProgramClock, ProgramTime, Spent
+from .programs import STEP_PARTS, InFlight, MessageTime, ProgramClock, ProgramTime, Spent
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step: its seconds, where those of each role go, and when each action runs."""
+    """The time of a step: its seconds, where those of each role go, when each action runs, and what messages take."""
 
     seconds: float
     roles: Mapping[str, Spent]
     timeline: Timeline
+    clocks: Mapping[str, Mapping[str, ProgramClock]]
+    """The clocks of each role's programs, by the programs' names."""
+    late: Mapping[str, Mapping[Binding, float]]
+    """The waits of each role for values that another of its programs left under way, by binding."""
+    sends: Mapping[Action, MessageTime]
+    """The time of each message between stages, and the waits of its receivers in the step, by the sender's work without
+    its microbatch."""
 
     @property
     def longest(self) -> str:
@@ -54,8 +61,8 @@ class _RoleClock:
     runs: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """The runs of each main function with nothing under way, by program and whether it is that of the last
     microbatch."""
-    wires: dict[Action, float] = field(default_factory=dict)
-    """The time of each kind of message on its way, by its sender's action without the microbatch."""
+    late: defaultdict[Binding, float] = field(default_factory=lambda: defaultdict(float))
+    """The waits for values that another program left under way."""
 
     def __post_init__(self) -> None:
         self.last = {action.stage: action for action in self.role.actions if action.kind == BACKWARD}
@@ -87,6 +94,7 @@ class StepClock:
         self._axis = next(iter(roles.values())).axis
         self._sent: dict[Action, tuple[float, float]] = {}
         """The arrival of each message between stages, and its time on the way."""
+        self._sends: dict[Action, MessageTime] = {}
         self._wire: dict[tuple[int, str], float] = {}
         """The time at which the way from a stage to its neighbour is free."""
         self._joint = self._joint_kinds()
@@ -125,7 +133,11 @@ class StepClock:
                 program = clock.programs[key]
                 self._spend(clock, program, clock.clocks[key].run(program.mains[0] if last else program.main), times)
         spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
-        return StepTime(end, {name: clock.spent for name, clock in self._roles.items()}, Timeline(spans))
+        roles = self._roles.items()
+        return StepTime(
+            end, {name: clock.spent for name, clock in roles}, Timeline(spans),
+            {name: clock.clocks for name, clock in roles}, {name: clock.late for name, clock in roles}, self._sends,
+        )  # fmt: skip
 
     def _do(self, name: str, clock: _RoleClock, action: Action) -> bool:
         """Do an action, if what it waits for has happened."""
@@ -162,6 +174,8 @@ class StepClock:
                 main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()}
             )
             self._spend(clock, program, time)
+            for key in arriving:
+                clock.late[key] += time.messages[key].waited if key in time.messages else 0.0
         else:
             time = timer.run(main)
             clock.runs[key, last] += 1
@@ -197,14 +211,14 @@ class StepClock:
         row = action.message
         assert row is not None
         key = Action(action.stage, row.work)
-        if key not in clock.wires:
+        if key not in self._sends:
             program = clock.programs[key.program_in(clock.programs)]
             values = program.main.values()
             size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
             stage = action.stage + ACTIONS[key.kind].to
             to = next(other.at for other in self._roles.values() if stage in other.role.stages)
-            clock.wires[key] = self.links.to_stage(self._axis, clock.at, to, size)
-        return clock.wires[key]
+            self._sends[key] = MessageTime(self.links.to_stage(self._axis, clock.at, to, size))
+        return self._sends[key].seconds
 
     def _receive(self, clock: _RoleClock, action: Action) -> bool:
         row = action.message
@@ -216,6 +230,7 @@ class StepClock:
         if (waits := arrives - clock.now) > 0:
             on_the_way = min(waits, seconds)
             clock.spent.wait(InFlight(0, self._axis, self.stage_line), on_the_way)
+            self._sends[Action(message.stage, row.work)].waited += on_the_way
             clock.spent.parts["bubble"] += waits - on_the_way
         clock.end(action, max(clock.now, arrives))
         return True

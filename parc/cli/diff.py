@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="BUILD", type=Path, help="a build, or a plan, which is compiled without checks")
     parser.add_argument("b", metavar="OTHER", type=Path, nargs="?", help="another one; without it the plan with the -D")
+    parser.add_argument("--cluster", metavar="C", help="seconds on a cluster by name, or the path of a file")
     parser.add_argument("--json", action="store_true", help="the same as JSON on stdout")
     add_defines(parser)
 
@@ -33,25 +34,25 @@ def diff_command(args: argparse.Namespace) -> int:
         say("parc diff: -D is for plans; a build has its values already")
         return 2
     defines = dict(args.defines)
-    left = side_at(args.a, {} if args.b is None else defines)
-    right = side_at(args.b or args.a, defines)
+    left = side_at(args.a, {} if args.b is None else defines, args.cluster)
+    right = side_at(args.b or args.a, defines, args.cluster)
     from parc.explaining.differences import compare_sides
 
     print_comparison(compare_sides(left, right), args.json)
     return 0
 
 
-def side_at(path: Path, defines: dict[str, str]) -> Side:
-    """Read a build, or compile a plan without checks."""
+def side_at(path: Path, defines: dict[str, str], cluster: str | None) -> Side:
+    """Read a build, or compile a plan without checks; priced on a cluster, or on that of its plan."""
     if is_plan(path):
         with stages() as progress:
             progress("loading torch")
-            from parc.explaining.sides import side_of_plan
+            from parc.explaining.sides import on_cluster, side_of_plan
 
-            return side_of_plan(path, defines, progress)
-    from parc.explaining.sides import side_of_build
+            return on_cluster(side_of_plan(path, defines, progress), cluster)
+    from parc.explaining.sides import on_cluster, side_of_build
 
-    return side_of_build(path)
+    return on_cluster(side_of_build(path), cluster)
 
 
 def print_comparison(found: Comparison, as_json: bool) -> None:

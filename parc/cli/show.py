@@ -18,7 +18,7 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
-    from parc.compiler.clock.cluster import Cluster, ClusterError
+    from parc.compiler.clock.cluster import Cluster
     from parc.compiler.plan.plan import Plan
     from parc.compiler.program.roles import Role
 
@@ -71,8 +71,8 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
-    if args.time and (code := _without_cluster(args, plan_at(args, args.target), real_path(args.target).parent)):
-        return code
+    if args.time:  # what is wrong with the cluster is said before the plan is built
+        _cluster_of(args, plan_at(args, args.target), real_path(args.target).parent)
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
         from parc.cli.build import build_plan
 
@@ -160,45 +160,22 @@ def _cluster_of(args: argparse.Namespace, plan: Plan, folder: Path) -> Cluster:
     Raises:
         ClusterError: there is none, or its file is wrong.
     """
-    from parc.compiler.clock.cluster import ClusterError, find_cluster
-
-    if args.cluster is not None:
-        return find_cluster(args.cluster)
-    if plan.cluster is not None:
-        return find_cluster(plan.cluster.name, folder)
-    help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
-    raise ClusterError("`--time` needs a cluster", help_)
-
-
-def _without_cluster(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
-    """Say what is wrong with the cluster, before a plan is built; 0 if nothing is."""
     from parc.compiler.clock.cluster import ClusterError
+    from parc.step_time import NO_CLUSTER, cluster_of
 
-    try:
-        _cluster_of(args, plan, folder)
-    except ClusterError as error:
-        return _say_cluster(error)
-    return 0
-
-
-def _say_cluster(error: ClusterError) -> int:
-    say(f"parc show: {error}")
-    say(f"help: {error.help}")
-    return 1
+    if (cluster := cluster_of(plan, folder, args.cluster)) is None:
+        raise ClusterError("`--time` needs a cluster", NO_CLUSTER)
+    return cluster
 
 
 def _show_time(args: argparse.Namespace, build: Build) -> int:
     """Print the time of a step on a cluster, the waits, and the most expensive lines of the plan."""
-    from parc.compiler.clock.cluster import ClusterError
     from parc.compiler.clock.lines import Habits
     from parc.report import plan_of
     from parc.step_time import memory_words, plan_line_rows, price, step_json, time_rows
 
     plan = plan_of(build)
-    try:
-        step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
-    except ClusterError as error:
-        return _say_cluster(error)
+    step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
     if args.json:
         print_json(step_json(step, args.tokens))
         return 0
