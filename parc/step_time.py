@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class PricedStep:
     dtype: str
     groups: int
     """The groups of ranks that a rank talks in."""
+    updates: Mapping[str, float]
+    """The seconds of each role's update."""
 
     @property
     def world(self) -> int:
@@ -55,10 +57,8 @@ class PricedStep:
         return self.flops / (self.time.seconds * self.cluster.peak_of(self.dtype) * self.world)
 
 
-def price(
-    build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None, order: Sequence[str] = ()
-) -> PricedStep:
-    """Price a step of a build on a cluster; ``order`` is another one of the mesh's axes.
+def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None) -> PricedStep:
+    """Price a step of a build on a cluster.
 
     Raises:
         ClusterError: the cluster has too few nodes, or no peak for the type of the plan's products.
@@ -73,12 +73,18 @@ def price(
     dtype = "float32" if type_ is None else str(type_.dtype).removeprefix("torch.")
     cluster.peak_of(dtype)
     cluster = cluster.shared_by(min(world, node))
-    links = Links(build.mesh, cluster, node, order)
+    links = Links(build.mesh, cluster, node)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
     clock = StepClock(build.roles, links, habits or Habits(), updates, _stage_line(build, plan))
     flops = step_flops(build.reference, build.microbatches) if build.trains else 0
     time = clock.run()
-    return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups)
+    return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups, updates)
+
+
+def seconds_on(step: PricedStep, links: Links) -> float:
+    """Return the seconds of a priced step, of parc's own habits, on other links."""
+    line = _stage_line(step.build, step.plan)
+    return StepClock(step.build.roles, links, Habits(), step.updates, line, step.time).run().seconds
 
 
 def _stage_line(build: Build, plan: Plan) -> int:

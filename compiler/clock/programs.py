@@ -97,14 +97,16 @@ class ProgramTime:
 
 
 class ProgramClock:
-    """The clock of one program of a role. ``blocks`` has the times of blocks by their texts, which programs share."""
+    """The clock of one program of a role. ``blocks`` has the times of blocks by their texts, which programs share, and
+    ``like`` the times of lines, which do not depend on links."""
 
     def __init__(
-        self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None
-    ) -> None:
+        self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None,
+        like: ProgramClock | None = None,
+    ) -> None:  # fmt: skip
         self.program, self.links, self.habits = program, links, habits
-        self._times = LineTimes(program, links.cluster, habits, aliases(program))
-        self._lines: dict[str, Sequence[LineTime]] = {}
+        self._times = LineTimes(program, links.cluster, habits, aliases(program)) if like is None else like._times
+        self._lines: dict[str, Sequence[LineTime]] = {} if like is None else like._lines
         self._functions: dict[str, ProgramTime] = {}
         self._blocks = {} if blocks is None else blocks
         self.coming = on_their_way(program)
@@ -112,10 +114,11 @@ class ProgramClock:
     def run(self, function: Function | None = None, arriving: Mapping[Binding, InFlight] | None = None) -> ProgramTime:
         """Return the time of a main function, with messages under way that it awaits."""
         main = function or self.program.main
-        coming = arriving or {}
-        bound = {value.name: coming[value.binding] for value in main.parameters
-                 if value.binding is not None and value.binding in coming}  # fmt: skip
-        return self._walk(main, bound) if bound else self.of(main)
+        if not arriving:
+            return self.of(main)
+        bound = {value.name: arriving[value.binding] for value in main.parameters
+                 if value.binding is not None and value.binding in arriving}  # fmt: skip
+        return self._walk(main, bound)
 
     def of(self, function: Function) -> ProgramTime:
         """Return the time of a run of a function, of a main one with nothing under way."""

@@ -75,11 +75,11 @@ class _RoleClock:
 
 class StepClock:
     """The clock of a build's roles. ``updates`` are the seconds of each role's update of its parameters, and
-    ``stage_line`` the line of the plan that makes stages."""
+    ``stage_line`` the line of the plan that makes stages. ``like`` is a step of the same roles on other links."""
 
     def __init__(
         self, roles: Mapping[str, Role], links: Links, habits: Habits, updates: Mapping[str, float],
-        stage_line: int = 0,
+        stage_line: int = 0, like: StepTime | None = None,
     ) -> None:  # fmt: skip
         self.links, self.habits, self.stage_line = links, habits, stage_line
         clocks: dict[int, ProgramClock] = {}
@@ -87,8 +87,10 @@ class StepClock:
         self._roles: dict[str, _RoleClock] = {}
         for at, (name, role) in enumerate(roles.items()):
             programs = role.programs if habits.overlap else in_reduce(role.programs)
-            for program in programs.values():
-                clocks.setdefault(id(program), ProgramClock(program, links, habits, blocks))
+            for key, program in programs.items():
+                if id(program) not in clocks:
+                    before = None if like is None else like.clocks[name][key]
+                    clocks[id(program)] = ProgramClock(program, links, habits, blocks, before)
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
             self._roles[name] = _RoleClock(role, programs, of_role, updates[name], at)
         self._axis = next(iter(roles.values())).axis
