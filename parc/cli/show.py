@@ -50,7 +50,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--time", action="store_true", help="the time of a step on a cluster, and where it goes")
-    parser.add_argument("--cluster", metavar="C", help="with --time: a cluster by name, or the path of a file")
+    parser.add_argument("--cluster", metavar="C", help="with --time or --html: a cluster by name, or a file's path")
     parser.add_argument("--tokens", metavar="N", type=positive_number, help="with --time: days and GPU hours for them")
     parser.add_argument("--compile", action="store_true", help="with --time: as `parc run --compile` runs it")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
@@ -66,8 +66,8 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if args.expand:
         return _print_expanded(args)
-    if not args.time and (args.cluster or args.tokens or args.compile):
-        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`")
+    if not args.time and (args.tokens or args.compile or (args.cluster and not args.html)):
+        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`; `--cluster` is for `--html` too")
         return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
@@ -115,7 +115,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     if args.time:
         return _show_time(args, build)
     if args.html:
-        return _write_page(args.html, build)
+        return _write_page(args, build)
     if args.role or args.action:
         if args.evaluation:
             from parc.runtime.session.evaluation import evaluation_of
@@ -189,13 +189,19 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
     return 0
 
 
-def _write_page(file: Path, build: Build) -> int:
+def _write_page(args: argparse.Namespace, build: Build) -> int:
+    """Write the page of a build, with times if the command or the plan names a cluster."""
     from parc.page.page import page_of
+    from parc.report import plan_of
     from parc.runtime.ranks.faults import writing
+    from parc.step_time import cluster_of, price
 
+    file: Path = args.html
     with writing(file):
         check_file(file, _PAGE)
-    text = page_of(build)
+    plan = plan_of(build)
+    cluster = cluster_of(plan, build.folder, args.cluster)
+    text = page_of(build, None if cluster is None else price(build, plan, cluster))
     with writing(file):
         write_whole(file, text)
     say(f"wrote {file} ({size_text(len(text.encode()))})")
