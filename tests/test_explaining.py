@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +21,10 @@ from parc.cli.explain import print_explanation
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.explaining.differences import compare_sides
 from parc.explaining.explain import Explainer, UnknownWhat
+from parc.explaining.measured import ForeignFile, profile_rows, trace_rows
 from parc.explaining.sides import Side, on_cluster, side_of_plan, with_and_without
 from parc.report_words import traffic_by
+from parc.runtime.ranks.waits import write_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLUSTER = "h100-sxm"
@@ -264,6 +269,60 @@ def test_the_commands_take_plans_and_say_what_they_lack(folder: Path, capsys: py
     ):
         assert main(words) == code
         assert text in capsys.readouterr().err
+
+
+# ---- what runs measured
+
+
+def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Path, tmp_path: Path) -> None:
+    step = on_cluster(side(folder, "tensor", "pp=2 tp=1"), CLUSTER).step
+    assert step is not None
+    trace, roles = tmp_path / "trace.json", [*step.build.roles]
+    spans = {
+        name: [(str(span.action), "work", number, *(round(1e9 * (at + number)) for at in (span.start, span.end)))
+               for number in range(3) for span in of_role]
+        for name, of_role in step.time.timeline.spans.items()
+    }  # fmt: skip
+    write_trace(trace, [(f"rank {rank} ({roles[rank // 2]})", 0, spans[roles[rank // 2]]) for rank in range(4)])
+    rows = trace_rows(trace, step)
+    assert {row.role for row in rows} == {*roles} and {row.name for row in rows} >= {"step", "0F", "0RECV_B", "1B"}
+    for row in rows:
+        last = max(span.end for span in step.time.timeline.spans[row.role])
+        assert row.measured == pytest.approx(last if row.name == "step" else row.predicted, abs=1e-6)
+    for old, new, message in (
+        ('"0F1"', '"0F7"', "rank 0 did `0F7`"), ('"0F1"', '"0F0"', "rank 0 did no `0F1`"),
+        ("rank 1 (pp0)", "rank 1 (pp4)", "`pp4`, which is no role"),
+        ('"by": "parc"', '"by": "me"', "no trace of parc's"),
+    ):  # fmt: skip
+        (tmp_path / "other.json").write_text(trace.read_text().replace(old, new))
+        with pytest.raises(ForeignFile, match=re.escape(message)):
+            trace_rows(tmp_path / "other.json", step)
+
+
+def test_a_profiles_ranges_stand_beside_the_predicted_lines_of_its_build(folder: Path, tmp_path: Path) -> None:
+    step = on_cluster(side(folder, "tensor"), CLUSTER).step
+    assert step is not None
+    program = next(program for program in step.build.roles["stage0"].programs.values() if program.action == "F")
+    block = program.function("blocks")
+    first = program.text().split("\n").index("def blocks(") + len(block.parameters) + 3
+    names = [
+        f"stage0.F.py:{row} {line.names} = {line.op} | {line.origin}" for row, line in enumerate(block.lines, first)
+    ]
+    events = [{"name": name, "cat": "user_annotation", "dur": 10.0} for name in names for _ in range(2)]
+
+    def write(rows: list[dict[str, object]]) -> None:
+        (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": rows}).encode()))
+
+    write(events)
+    rows = {row.name: row for row in profile_rows(tmp_path, step)}
+    counts = Counter(str(line.origin.plan or "-") for line in block.lines)
+    assert {name: row.measured for name, row in rows.items() if row.measured} == pytest.approx(
+        {name: 1e-5 * count for name, count in counts.items()}
+    )
+    assert rows["16"].predicted == step.time.roles["stage0"].lines[16]
+    write([{**events[0], "name": names[0].replace(" = ", "_2 = ")}])
+    with pytest.raises(ForeignFile, match="of another build"):
+        profile_rows(tmp_path, step)
 
 
 # ---- the figures of `parc show`
