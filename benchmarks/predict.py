@@ -369,9 +369,10 @@ def constant_mfu(row: Row, case: Case) -> float:
 SUBSETS = (("vTrain", "tp", 8), ("vTrain", "tp", 4))
 """Parts of sources that have a row of their own: those whose column is at most a number."""
 SET_ON = """\
-switches of systems, and what norms as kernels of their own read, were chosen while looking at rows of SC21, Korthikanti,
-vTrain and zero-bubble: errors there are no test of them. No number was fitted to a step's time: products follow SimuMax's
-tables of single products, all-reduces vTrain's table of one node (each cluster's file names its sources)."""
+Switches of systems, and what norms as kernels of their own read, were chosen while looking at rows of SC21, of
+Korthikanti, of vTrain and of zero-bubble: errors there are no test of them. No number was fitted to a step's time:
+products follow SimuMax's tables of single products, all-reduces vTrain's table of one node (each cluster's file names
+its sources)."""
 
 
 def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
     """Return the role of each rank of a trace, and its spans: rank, step, name, begin and seconds."""
     try:
         form = read_json(path)
-        events = form["traceEvents"] if form["otherData"]["by"] == "parc" else ()
+        events = form["traceEvents"] if form["otherData"]["by"] == "parc" else None
         named = [one for one in events if one["ph"] == "M"]
         ranks = {int(one["pid"]): str(one["args"]["name"]).partition("(")[2].removesuffix(")") for one in named}
         spans = [(int(one["pid"]), int(one["args"]["step"]), str(one["name"]), one["ts"] / 1e6, one["dur"] / 1e6)
