@@ -4,10 +4,13 @@ circle. No other module opens a file that parc did not write in the same process
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
 import stat
+import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,23 @@ def read_bounded(path: Path, most: int) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {size_text(most)}", str(path))
+    return data
+
+
+def unpack_bounded(path: Path, most_packed: int, most: int) -> bytes:
+    """Read what a gzip file holds.
+
+    Raises:
+        OSError: it cannot be read, or it or what it holds is too large.
+        ValueError: it is no whole gzip file.
+    """
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(read_bounded(path, most_packed))) as file:
+            data = file.read(most + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"it is no gzip file: {error}") from None
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it holds more than {size_text(most)}", str(path))
     return data
 
 

@@ -24,7 +24,7 @@ from parc.explaining.explain import Explainer, UnknownWhat
 from parc.explaining.measured import ForeignFile, profile_rows, trace_rows
 from parc.explaining.sides import Side, on_cluster, side_of_plan, with_and_without
 from parc.report_words import traffic_by
-from parc.runtime.ranks.waits import write_trace
+from parc.runtime.ranks.waits import TracedSpan, write_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLUSTER = "h100-sxm"
@@ -278,8 +278,8 @@ def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Pat
     step = on_cluster(side(folder, "tensor", "pp=2 tp=1"), CLUSTER).step
     assert step is not None
     trace, roles = tmp_path / "trace.json", [*step.build.roles]
-    spans = {
-        name: [(str(span.action), "work", number, *(round(1e9 * (at + number)) for at in (span.start, span.end)))
+    spans: dict[str, list[TracedSpan]] = {
+        name: [(str(span.action), "work", number, round(1e9 * (number + span.start)), round(1e9 * (number + span.end)))
                for number in range(3) for span in of_role]
         for name, of_role in step.time.timeline.spans.items()
     }  # fmt: skip

@@ -105,7 +105,8 @@ class ProgramClock:
         like: ProgramClock | None = None,
     ) -> None:  # fmt: skip
         self.program, self.links, self.habits = program, links, habits
-        self._times = LineTimes(program, links.cluster, habits, aliases(program)) if like is None else like._times
+        times = None if like is None else like._times
+        self._times: LineTimes = times or LineTimes(program, links.cluster, habits, aliases(program))
         self._lines: dict[str, Sequence[LineTime]] = {} if like is None else like._lines
         self._functions: dict[str, ProgramTime] = {}
         self._blocks = {} if blocks is None else blocks

@@ -176,8 +176,8 @@ class StepClock:
                 main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()}
             )
             self._spend(clock, program, time)
-            for key in arriving:
-                clock.late[key] += time.messages[key].waited if key in time.messages else 0.0
+            for binding in arriving:
+                clock.late[binding] += time.messages[binding].waited if binding in time.messages else 0.0
         else:
             time = timer.run(main)
             clock.runs[key, last] += 1

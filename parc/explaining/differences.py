@@ -38,11 +38,11 @@ class MovedLine:
     placed: list[tuple[str, str, str]] = field(default_factory=list)
     held: tuple[int, int] = (0, 0)
     seconds: tuple[LineSeconds, LineSeconds] | None = None
-    """What it takes of a step on each side; None without a cluster."""
+    """The seconds of a step that it takes on each side; None without a cluster."""
 
     @property
     def moved(self) -> tuple[float, int]:
-        """What to sort by: the seconds by which the two sides differ, then the bytes, sent or else stored."""
+        """The key to sort by: the seconds by which the two sides differ, then the bytes, sent or else stored."""
         bytes_ = abs(self.sent[1].bytes - self.sent[0].bytes) or abs(self.held[1] - self.held[0])
         return (0.0 if self.seconds is None else abs(self.seconds[1].all - self.seconds[0].all)), bytes_
 

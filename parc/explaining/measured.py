@@ -1,8 +1,7 @@
-"""What a run measured beside what the clock predicts: traces by role and action, profiles by line of the plan."""
+"""Times that a run measured beside those that the clock predicts: traces by role and action, profiles by line."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import statistics
@@ -14,8 +13,7 @@ from typing import Any
 
 from parc.compiler.build.build import Build, program_file
 from parc.compiler.layout.collectives import WAIT
-from parc.grammar.bounded import read_bounded, read_json
-from parc.grammar.syntax import size_text
+from parc.grammar.bounded import read_json, unpack_bounded
 from parc.step_time import PricedStep
 
 _MOST_PACKED, _MOST_PROFILE = 64 << 20, 1 << 30
@@ -111,7 +109,9 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
     """Return the role of each rank of a trace, and its spans: rank, step, name, begin and seconds."""
     try:
         form = read_json(path)
-        events = form["traceEvents"] if form["otherData"]["by"] == "parc" else None
+        if form["otherData"]["by"] != "parc":
+            raise ValueError("by another program")
+        events: Sequence[Any] = form["traceEvents"]
         named = [one for one in events if one["ph"] == "M"]
         ranks = {int(one["pid"]): str(one["args"]["name"]).partition("(")[2].removesuffix(")") for one in named}
         spans = [(int(one["pid"]), int(one["args"]["step"]), str(one["name"]), one["ts"] / 1e6, one["dur"] / 1e6)
@@ -153,7 +153,7 @@ def profile_rows(folder: Path, step: PricedStep) -> list[MeasuredRow]:
 
     Raises:
         ForeignFile: the folder has no profile, or that of another build.
-        OSError: a file cannot be read.
+        OSError: a file cannot be read, or is too large.
     """
     build, role = step.build, step.time.longest
     files = sorted(folder.glob("rank*.json.gz"), key=lambda file: int(re.sub(r"\D", "", file.name) or 0))
@@ -205,16 +205,13 @@ def _check_range(file: Path, match: re.Match[str], programs: Mapping[str, Sequen
 
 def _ranges(file: Path) -> Iterator[tuple[re.Match[str], int, float]]:
     """Yield the ranges of lines of a profile, each with the number of its name and its seconds."""
-    read_bounded(file, _MOST_PACKED)
     try:
-        with gzip.open(file, "rb") as packed:
-            text = packed.read(_MOST_PROFILE + 1)
-        events: Sequence[Mapping[str, Any]] = json.loads(text)["traceEvents"] if len(text) <= _MOST_PROFILE else ()
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile):
+        events: Sequence[Mapping[str, Any]] = json.loads(unpack_bounded(file, _MOST_PACKED, _MOST_PROFILE))[
+            "traceEvents"
+        ]
+        kinds = {one.get("cat") for one in events}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ForeignFile(f"`{file}` is no profile of parc's", "`parc run --profile DIR` writes one") from None
-    if not events:
-        raise ForeignFile(f"`{file}` has no events, or more than {size_text(_MOST_PROFILE)}", "profile a smaller step")
-    kinds = {one.get("cat") for one in events}
     kind = "gpu_user_annotation" if "gpu_user_annotation" in kinds else "user_annotation"
     numbers: dict[str, int] = {}
     for one in events:
