@@ -1,9 +1,9 @@
 """``make bench-clock``: plans of three models on one and two ranks of this machine, beside the times that the clock
 predicts for it.
 
-The machine is measured first (``parc cluster measure``), or ``--cluster FILE`` names its file. All plans run in turn, so
-many rounds, and of a plan's steps the fastest counts, as of the measurements: other work on the machine only makes steps
-slower. The load of the machine is printed beside.
+The machine is measured first (``parc cluster measure``), or ``--cluster FILE`` names its file. All plans run in turn,
+so many rounds, and of a plan's steps the fastest counts, as of the measurements: other work on the machine only makes
+steps slower. The load of the machine is printed beside.
 """
 
 from __future__ import annotations
