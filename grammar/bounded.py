@@ -39,12 +39,12 @@ def read_bounded(path: Path, most: int) -> bytes:
     return data
 
 
-def unpack_bounded(path: Path, most_packed: int, most: int) -> bytes:
-    """Read what a gzip file holds.
+def read_packed_json(path: Path, most_packed: int, most: int) -> Any:
+    """Read the value of a gzipped JSON file of at most ``most_packed`` bytes, and of ``most`` unpacked.
 
     Raises:
         OSError: it cannot be read, or it or what it holds is too large.
-        ValueError: it is no whole gzip file.
+        ValueError: it is no whole gzip file, or no JSON.
     """
     try:
         with gzip.GzipFile(fileobj=BytesIO(read_bounded(path, most_packed))) as file:
@@ -53,7 +53,10 @@ def unpack_bounded(path: Path, most_packed: int, most: int) -> bytes:
         raise ValueError(f"it is no gzip file: {error}") from None
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it holds more than {size_text(most)}", str(path))
-    return data
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_regular(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -13,7 +12,7 @@ from typing import Any
 
 from parc.compiler.build.build import Build, program_file
 from parc.compiler.layout.collectives import WAIT
-from parc.grammar.bounded import read_json, unpack_bounded
+from parc.grammar.bounded import read_json, read_packed_json
 from parc.step_time import PricedStep
 
 _MOST_PACKED, _MOST_PROFILE = 64 << 20, 1 << 30
@@ -206,11 +205,9 @@ def _check_range(file: Path, match: re.Match[str], programs: Mapping[str, Sequen
 def _ranges(file: Path) -> Iterator[tuple[re.Match[str], int, float]]:
     """Yield the ranges of lines of a profile, each with the number of its name and its seconds."""
     try:
-        events: Sequence[Mapping[str, Any]] = json.loads(unpack_bounded(file, _MOST_PACKED, _MOST_PROFILE))[
-            "traceEvents"
-        ]
+        events: Sequence[Mapping[str, Any]] = read_packed_json(file, _MOST_PACKED, _MOST_PROFILE)["traceEvents"]
         kinds = {one.get("cat") for one in events}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ForeignFile(f"`{file}` is no profile of parc's", "`parc run --profile DIR` writes one") from None
     kind = "gpu_user_annotation" if "gpu_user_annotation" in kinds else "user_annotation"
     numbers: dict[str, int] = {}
