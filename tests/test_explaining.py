@@ -266,6 +266,8 @@ def test_the_commands_take_plans_and_say_what_they_lack(folder: Path, capsys: py
         (["explain", str(folder / "no.parc"), "memory"], 1, "cannot be read"),
         (["diff", plan], 2, "name two builds or plans"),
         (["explain", "P9999"], 1, "there is no code `P9999`"),
+        (["explain", plan, "time", "--cluster", "h100"], 1, "there is no cluster `h100`"),
+        (["diff", plan, "--trace", "trace.json"], 2, "each go with one build"),
     ):
         assert main(words) == code
         assert text in capsys.readouterr().err

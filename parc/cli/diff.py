@@ -85,6 +85,10 @@ def _show_measured(args: argparse.Namespace) -> int:
 
 def side_at(path: Path, defines: dict[str, str], cluster: str | None) -> Side:
     """Read a build, or compile a plan without checks; priced on a cluster, or on that of its plan."""
+    if cluster is not None:
+        from parc.compiler.clock.cluster import find_cluster
+
+        find_cluster(cluster)  # what is wrong with it is said before a plan is compiled
     if is_plan(path):
         with stages() as progress:
             progress("loading torch")

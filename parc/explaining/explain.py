@@ -264,8 +264,9 @@ class Explainer:
         who = "the next stage waits" if entry["op"] == "send" else "the rank waits"
         if time.waited < 0.005 * time.seconds * count:
             return f"{each}: nobody waits for it" if entry["op"] == "send" else f"{each}, all of it behind work"
-        part = f"{time.waited / (time.seconds * count):.0%} of them" if time.seconds else ""
-        return f"{each}: {who} for {seconds_text(time.waited)}, {part}"
+        share = time.waited / (time.seconds * count) if time.seconds else 1.0
+        part = "all of it" if share > 0.995 else f"{seconds_text(time.waited)} of it ({share:.0%})"
+        return f"{each}: {who} for {part}"
 
     def _say_seconds(self, result: Explanation, of: Callable[[StepSeconds], LineSeconds]) -> None:
         """Say what lines or modules take of a step, if there is a cluster."""
