@@ -15,8 +15,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +132,35 @@ def measured(build: Path) -> float:
     return min(row["step_s"] for row in rows[2:] if "step_s" in row)
 
 
+def print_price() -> None:
+    """Print what pricing Llama 3 405B on 16,384 ranks takes after it is compiled, in seconds of a processor."""
+    from parc.compiler.clock.cluster import find_cluster
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
+    from parc.step_time import price
+
+    seconds = [time.process_time()]
+    plan = read_plan(ROOT / "examples" / "llama3-405b.parc", {"dp": "128", "microbatches": "16"})
+    build = compile_plan(plan, ROOT / "examples").build
+    seconds.append(time.process_time())
+    step = price(build, plan, find_cluster("h100-sxm"))
+    seconds.append(time.process_time())
+    compiling, pricing = (after - before for before, after in pairwise(seconds))
+    print(f"{build.mesh.world:,} ranks: compiled in {compiling:.1f} s of a processor, priced in {pricing:.2f} s")
+    print(f"{pricing / compiling:.1%} of that: a step takes {step.time.seconds:.1f} s on {step.cluster.name}")
+
+
 def main() -> None:
     """Build, run and price every plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cluster", type=Path, help="a file of this machine, instead of a measurement")
     parser.add_argument("--only", default="", help="configurations with this in their names")
     parser.add_argument("--rounds", type=int, default=2, help="the times that each plan runs")
+    parser.add_argument("--price", action="store_true", help="say instead what pricing takes")
     args = parser.parse_args()
+    if args.price:
+        print_price()
+        return
     cluster = args.cluster or BUILDS / "here.toml"
     if args.cluster is None:
         BUILDS.mkdir(parents=True, exist_ok=True)
