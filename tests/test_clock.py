@@ -320,3 +320,38 @@ def test_the_time_of_a_plan_looks_as_it_did() -> None:
         golden.write_text(text)
         pytest.fail(f"{golden.name} was missing and is written anew: look at it and run again")
     assert golden.read_text() == text
+
+
+LINES = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2)
+
+
+def forward(
+    x: "bf16[1024, 1024]",  # input x
+    v: "bf16[1024, 1024]",  # parameter v
+):
+    wide = aten._to_copy.default(x, dtype=torch.float32)  # f32[1024, 1024] | norm - plan:2
+    twice = aten.mul.Tensor(wide, 2.0)  # f32[1024, 1024] | norm - plan:2
+    t = aten.t.default(v)  # bf16[1024, 1024] | up - plan:2
+    y = aten.mm.default(x, t)  # bf16[1024, 1024] | up - plan:2
+    flat = aten.reshape.default(y, [512, 2048])  # bf16[512, 2048] | up - plan:2
+    turned = aten.t.default(flat)  # bf16[2048, 512] | up - plan:2
+    copied = aten.reshape.default(turned, [1024, 1024])  # bf16[1024, 1024] | up - plan:2
+    total = aten.add.Tensor(wide, twice)  # f32[1024, 1024] | norm - plan:2
+    return {
+        "output z": total,
+        "output c": copied,
+    }
+'''
+
+
+def test_views_move_no_bytes_and_a_cast_to_a_wider_type_is_repeated_where_it_is_read() -> None:
+    program, cluster, entries = parse_program(LINES), bare(peak={"bf16": 1e12}), 1024**2
+    links = Links(program.mesh, cluster, 8)
+    eager, fused = (ProgramClock(program, links, Habits(compiled=on)) for on in (False, True))
+    bytes_ = [cluster.device.bandwidth * time.seconds / entries for time in eager.line_times(program.main)]
+    assert bytes_ == pytest.approx([6, 8, 0, bytes_[3], 0, 0, 4, 12])
+    bytes_ = [cluster.device.bandwidth * time.seconds / entries for time in fused.line_times(program.main)]
+    assert bytes_[:3] == pytest.approx([0, 2 + 4, 0])  # reads `x`, writes `twice`
+    assert bytes_[4:] == pytest.approx([0, 0, 2 + 2, 2 + 4 + 4])  # reads `x` and `twice` again

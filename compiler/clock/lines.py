@@ -253,31 +253,36 @@ def _widens(line: Line, function: Function) -> bool:
     return after.dtype.itemsize > before.dtype.itemsize
 
 
+def _permutes(line: Line) -> bool:
+    """Return whether a line changes the order of dims."""
+    return line.op.split(".")[1] in ("t", "transpose", "permute")
+
+
 class _Storages:
     """The storages of a function's values as a device has them: ``views`` are the lines that move no bytes. A permuted
     value is a view that is not contiguous, as products and attention read it; a reshape copies only such ones."""
 
     def __init__(self, function: Function, aliases: Aliases) -> None:
-        self._root = dict(aliases.root)
+        self._root: dict[str, str] = {}
         self.views: set[int] = set()
         permuted = set[str]()
         for at, line in enumerate(function.lines):
-            if line.calls_function or not line.uses or not line.made:
+            made = [value.name for value in line.made]
+            if line.calls_function or not line.uses or not made:
+                self._root.update((name, self.root(aliases.root.get(name, name))) for name in made)
                 continue
-            row, source, made = facts(line.op), line.uses[0], [value.name for value in line.made]
-            if all(self.root(name) in map(self.root, line.uses) for name in made):
+            row, source = facts(line.op), line.uses[0]
+            shared = [name for name in line.uses if {aliases.root[one] for one in made} == {aliases.root[name]}]
+            if row.moves == "dims" or (shared and not (row.moves == "shape" and source in permuted)):
                 self.views.add(at)
-            elif row.moves == "dims" or (row.moves == "shape" and source not in permuted):
-                self.views.add(at)
-                self._root.update(dict.fromkeys(made, self.root(source)))
+                first = self.root(shared[0] if shared else source)
+                self._root.update(dict.fromkeys(made, first))
             if _ATTENTION.match(line.op):  # its results lie as its operands do
                 turned = not permuted.isdisjoint(line.uses)
             else:
-                turned = at in self.views and row.moves != "shape" and (source in permuted) != (row.moves == "dims")
+                turned = at in self.views and row.moves != "shape" and (source in permuted) != _permutes(line)
             permuted.update(made if turned else ())
 
     def root(self, name: str) -> str:
         """Return the first value in the same storage."""
-        while (root := self._root.get(name, name)) != name:
-            name = root
-        return name
+        return self._root.get(name, name)
