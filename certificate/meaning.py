@@ -24,7 +24,7 @@ The normal form (`Table`) is made where a node is made:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import isnan
 from typing import NamedTuple
@@ -41,6 +41,7 @@ from .letters import (
     apart,
     components,
     digits,
+    divided,
     joined_letters,
     length_of,
     letters_of,
@@ -195,7 +196,12 @@ class Table(Nodes):
             else:
                 coefficient *= length_of(letter, sizes, self.mesh)
         if left:
-            result = self._once(done, factors, sizes, left, lambda: self._product(factors, sizes, left, done))
+            result = self._settled(
+                factors, sizes, left,
+                lambda reads, sizes, over: self._once(
+                    done, reads, sizes, over, lambda: self._product(list(reads), sizes, set(over), done)
+                ),
+            )  # fmt: skip
         else:
             result = self._product(factors, sizes, left, done)
         return result if coefficient == 1 else self._scaled(result, coefficient)
@@ -246,7 +252,7 @@ class Table(Nodes):
         outside = [read for read, used in zip(factors, letters, strict=True) if used.isdisjoint(left)]
         results = list(outside)
         for members, over in components(letters, left):
-            part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes)
+            part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes, closed)
             coefficient *= part.coefficient
             results.append(part._replace(coefficient=1))
         return self._pure(reduced(coefficient), results, sizes)
@@ -285,7 +291,12 @@ class Table(Nodes):
         return factors
 
     def _contract(
-        self, factors: list[Read], letters: list[set[Letter]], over: set[Letter], sizes: Mapping[Letter, int]
+        self,
+        factors: list[Read],
+        letters: list[set[Letter]],
+        over: set[Letter],
+        sizes: Mapping[Letter, int],
+        closed: frozenset[int],
     ) -> Read:
         """Return the sum, over letters, of a product of factors that these letters connect."""
         if len(factors) == 1:
@@ -320,16 +331,20 @@ class Table(Nodes):
             }
             if self.in_pieces and placed and rest and over - placed:
                 first = self.product(1, rest, sizes, over - placed)
-                closed = {first.node, *(read.node for read in self.node(first.node).reads)}
-                return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
+                rest = [factor for factor in factors if factor.node == self.delta]
+                return self.product(1, [first, *rest], sizes, placed, closed | self._with_factors(first))
             nest = nested(letters, over)
             if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
-                return self.product(1, [first, *rest], sizes, over - inside, (first.node,))
+                return self.product(1, [first, *rest], sizes, over - inside, closed | self._with_factors(first))
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
+
+    def _with_factors(self, product: Read) -> set[int]:
+        """Return the nodes of a product and of its factors, as which it is read where it has no sum."""
+        return {product.node, *(read.node for read in self.node(product.node).reads)}
 
     def _opened(
         self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
@@ -386,6 +401,29 @@ class Table(Nodes):
             )
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
+
+    def unnamed(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
+        """Return a read whose sum, or that of a factor, has the terms of named sums in the place of these: what is
+        added up in another order has other names."""
+        node = self.node(read.node)
+        if node.op == "product" and not node.inner:
+            factors = [self.unnamed(r, sizes) for r in self._inside(read, node)]
+            return self._scaled(self._pure(1, factors, sizes), read.coefficient)
+        return self.sum(self._terms(read), sizes) if node.op == "sum" else read
+
+    def _terms(self, read: Read) -> Iterator[Read]:
+        """Yield the terms of a sum, and those of named sums among them."""
+        node = self.node(read.node)
+        if node.op in ("sum", "named sum"):
+            for term in self._inside(read, self.node(node.args) if node.op == "named sum" else node):
+                yield from self._terms(self._scaled(term, read.coefficient))
+        else:
+            yield read
+
+    def _inside(self, read: Read, node: Node) -> list[Read]:
+        """Return what a node reads, by the letters by which it is read."""
+        index = dict(enumerate(read.maps))
+        return [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
 
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
@@ -607,8 +645,10 @@ class Table(Nodes):
             terms = (Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
             return self.sum([self.part(term, sizes) for term in terms], sizes)
         if node.op == "product":
-            reads, inside, over = self._opened(node, index, sizes, set())
-            return self.product(1, [self.part(r, inside) for r in reads], inside, over)
+            return self._settled(
+                *self._opened(node, index, sizes, set()),
+                lambda reads, sizes, over: self.product(1, [self.part(r, sizes) for r in reads], sizes, over),
+            )
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
         if node.op == "filled":  # what is real of it is what it reads
             (loop,) = (at for at in range(len(node.sizes)) if at not in shared)
@@ -620,11 +660,32 @@ class Table(Nodes):
         index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
         lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}
         reads, lengths, over = self._opened(node, index, lengths, set())
-        within = [letter for letter in lengths if letter in over]
-        keep = () if node.op in ("largest", "squares") else within
-        reads = [self.part(r, lengths) for r in reads]
-        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
-        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
+        ordered_letters = [letter for letter in lengths if letter in over]
+        place = Instead({letter: read.maps[loop] for loop, letter in alone.items()})
+
+        def parted(reads: Sequence[Read], sizes: Mapping[Letter, int], within: Collection[Letter]) -> Read:
+            keep = () if node.op in ("largest", "squares") else list(within)
+            reads = [self.part(r, sizes) for r in reads]
+            at, maps, _ = self.make(node.op, node.args, reads, sizes, within, list(alone.values()), keep=keep)
+            return Read(1, at, substitute(maps, place))
+
+        return self._settled(reads, lengths, ordered_letters, parted)
+
+    def _settled(
+        self,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        inner: Collection[Letter],
+        compute: Callable[[Sequence[Read], Mapping[Letter, int], Collection[Letter]], Read],
+    ) -> Read:
+        """Return what is computed of reads over inner letters, after dividing these as it asks: nobody else can."""
+        while True:
+            try:
+                return compute(reads, sizes, inner)
+            except Divide as request:
+                if request.letter not in inner:
+                    raise
+                reads, (inner,), sizes = divided(request, reads, [inner], sizes)
 
     def _count(self) -> None:
         """Count one more product or part, and refuse too many."""
