@@ -585,8 +585,9 @@ class Tensors:
 
     def flat(self, value: Value, dim: int) -> Value:
         """Return a value whose dim is one loop of a node: ranks split it across its parts."""
+        factor, rest = self.factored(value)
         names = list(range(len(value.dims)))
-        return self.opaque("flat", (), [value], [names], names, [dim])
+        return self.times(factor, self.opaque("flat", (), [rest], [names], names, [dim]))
 
     def _by_stretch(self, value: Value, dim: int, outer: Sequence[int], change: Callable[[Value], Value]) -> Value:
         """Return a value whose parts along a dim, of these proportions, are changed each."""
