@@ -95,16 +95,8 @@ def _certify(build: Build) -> Proof:
 
 
 def _certify_in_form(step: Step) -> Proof:
-    step.table.naming = True
-    step.run_model()
-    step.table.naming = False
-    step.reader.of_model = len(step.table.nodes)
-    while True:
-        try:
-            return step.run_programs()
-        except DivideAxis as request:
-            # the model's values know no ranks, so they stay
-            step.reader.divide(request.axis, request.sizes)
+    step.read_model()
+    return step.run_to_end()
 
 
 class Step:
@@ -174,8 +166,23 @@ class Step:
         node = self.table.leaf(parameter.binding, (each, *shape) if each > 1 else shape)
         return self.tensors.piece(node, parameter.type, each)
 
-    def run_model(self) -> None:
-        """Give every result and gradient of the model a meaning."""
+    def read_model(self) -> None:
+        """Give every result and gradient of the model a meaning, and its long sums names."""
+        self.table.naming = True
+        self._run_model()
+        self.table.naming = False
+        self.reader.of_model = len(self.table.nodes)
+
+    def run_to_end(self) -> Proof:
+        """Prove all programs, of a model that is read. The model's values know no ranks, so they stay where these are
+        counted otherwise."""
+        while True:
+            try:
+                return self._run_programs()
+            except DivideAxis as request:
+                self.reader.divide(request.axis, request.sizes)
+
+    def _run_model(self) -> None:
         functions = self.build.model.functions
         forward = functions.get("forward")
         if forward is None:
@@ -252,7 +259,7 @@ class Step:
                 raise Refused(f"{program.file}:{parameter.row}: {error}") from None
         return result
 
-    def run_programs(self) -> Proof:
+    def _run_programs(self) -> Proof:
         """Follow all programs of a step, and compare what leaves it with the model."""
         parameters = [p for function in self.build.model.functions.values() for p in function.parameters]
         self.kinds = {p.binding: kind_of(p.type) for p in parameters}

@@ -527,7 +527,13 @@ class Tensors:
         return parts[0] if len(parts) == 1 else self.cat(parts, len(dims))
 
     def cut(self, value: Value, type_: Type) -> Value:
-        """Return one rank's piece of a whole value, as a type splits it."""
+        """Return one rank's piece of a whole value, as a type splits it.
+
+        Raises:
+            Refused: it is the type of values of another shape.
+        """
+        if value.shape != type_.shape:
+            raise Refused(f"a value of {list(value.shape)} is split as one of {list(type_.shape)}")
         for dim, stretches in enumerate(type_.dims):
             parts, start = [], 0
             for stretch in stretches:

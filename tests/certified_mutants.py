@@ -1,7 +1,7 @@
 """Mutants of builds for the certificate: texts changed line by line, and what the checker says of each.
 
 ``python -m tests.certified_mutants [BUILD ...]`` changes texts of small builds as a faulty pass would, and faults alike
-in all programs; ``model.py`` stays, as it says what is meant. A mutant that is accepted runs beside the reference, all
+in all programs; ``model.py`` stays, as it says what is meant. The folder of a large build may be named too. A mutant that is accepted runs beside the reference, all
 ranks in one process in float64: if any number differs, the checker has a hole. What neither refuses in words nor
 accepts is a fault too.
 """
@@ -11,21 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+from unittest import mock
 
-from certificate.step import certify
-from certificate.text import Refused
+import certificate.build
+from certificate.build import EVALUATION, read_build, read_manifest, read_texts
+from certificate.step import Step, certify_texts
+from certificate.text import Refused, read_program
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
 from parc.compiling.compiled import Compiled, files_of, manifest_of
@@ -544,19 +545,15 @@ def _too_long(*_: Any) -> None:
     raise TimeoutError("does not end")
 
 
-class Folder:
-    """A build in files, of which mutants replace some."""
+class Judge:
+    """The checker of one build's mutants. Their model is the same, so its meaning is known, in both normal forms, and so
+    is that of all functions that a mutant leaves as they are."""
 
-    def __init__(self, path: Path, texts: Texts) -> None:
-        self.path, self.texts = path, texts
-        shutil.rmtree(path, ignore_errors=True)
-        self.write(texts)
-
-    def write(self, texts: Texts) -> None:
-        """Write some files."""
-        for name, text in texts.items():
-            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.path / name).write_text(text, encoding="utf-8")
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self._read = lru_cache(maxsize=None)(read_program)
+        """Programs by their texts. All of them stay: what is known goes by the types that they hold."""
+        self._models: dict[Hashable, Step] = {}
 
     def verdict(self, edits: Edits) -> str:
         """Return why the checker refuses changed texts, "" if it accepts them.
@@ -564,16 +561,65 @@ class Folder:
         Raises:
             Exception: it does neither.
         """
-        self.write(edits)
         signal.alarm(_MOST_SECONDS)
         try:
-            certify(self.path)
+            self._certify({**self.texts, **edits})
+        except RecursionError:
+            return "too deep"
         except Refused as error:
             return str(error) or "refused"
         finally:
             signal.alarm(0)
-            self.write({name: self.texts[name] for name in edits})
         return ""
+
+    def _certify(self, texts: Texts) -> None:
+        manifest = read_manifest(texts)
+        if manifest.get("ranges"):
+            certify_texts(texts, manifest)
+            return
+        for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
+            with mock.patch("certificate.build.read_program", self._read):
+                build = read_build(texts, manifest, part)
+            try:
+                self._in_form(build, True)
+            except Refused:
+                self._in_form(build, False)
+
+    def _in_form(self, build: certificate.build.Build, in_pieces: bool) -> None:
+        """Prove a build in one normal form, with the model's meaning of another build if that is the same."""
+        step = Step(build)
+        trains = any(action == "B" for _, action in build.programs)
+        key = in_pieces, id(build.model), step.microbatches, step.mesh, step.axis, trains
+        known = self._models.get(key)
+        if known is None:
+            step.table.in_pieces = in_pieces
+            step.read_model()
+            known = self._models[key] = step
+        for name in _OF_MODEL:
+            setattr(step, name, getattr(known, name))
+        facts, axes, step.table._made = dict(step.table.facts), dict(step.table.axes), 0
+        step.reader.other.clear()
+        step.reader._texts.clear()
+        step.tensors._reversed = False
+        try:
+            step.run_to_end()
+        finally:
+            step.table.facts = facts
+            if step.table.axes != axes:  # values of the next mutant count ranks by one letter again
+                del self._models[key]
+
+
+_OF_MODEL = ("table", "reader", "tensors", "whole", "expected", "updates", "scales", "gradients")
+"""The attributes of a step that depend on its model alone."""
+
+
+def again(texts: Texts, edits: Edits) -> str:
+    """Return why the checker itself refuses changed texts, with nothing known before; "" if it accepts them."""
+    try:
+        certify_texts(changed := {**texts, **edits}, read_manifest(changed))
+    except Refused as error:
+        return str(error) or "refused"
+    return ""
 
 
 def numbers(compiled: Compiled, texts: Texts) -> str:
@@ -610,10 +656,12 @@ class Count:
     crashes: list[str] = field(default_factory=list)
 
 
-def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[str, Count], folder: Path) -> None:
-    """Judge at most ``most`` mutants of a build, of each source and kind alike."""
-    texts = texts_of(compiled)
-    build = Folder(folder, texts)
+def judge(
+    name: str, compiled: Compiled | None, texts: Texts, most: int, draw: Random, counts: dict[str, Count]
+) -> None:
+    """Judge at most ``most`` mutants of a build, of each source and kind alike. One that is not ``compiled`` here is too
+    large to run, so its accepted mutants are told without their numbers."""
+    build = Judge(texts)
     if reason := build.verdict({}):
         raise SystemExit(f"{name}: is refused as it is: {reason}")
     axes = [word.split("=")[0] for word in re.search(r"mesh\((.*)\)", texts[programs(texts)[0]])[1].split(", ")]  # type: ignore[index]
@@ -644,7 +692,10 @@ def judge(name: str, compiled: Compiled, most: int, draw: Random, counts: dict[s
             continue
         if reason:
             continue
-        differs = numbers(compiled, {**texts, **mutant.edits})
+        if reason := again(texts, mutant.edits):
+            count.crashes.append(f"{what}: is accepted beside others, and refused by itself: {reason}")
+            continue
+        differs = "" if compiled is None else numbers(compiled, {**texts, **mutant.edits})
         if not differs:
             count.accepted.append(what)
         elif differs.startswith("numbers"):
@@ -684,11 +735,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
     signal.signal(signal.SIGALRM, _too_long)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.names or BUILDS[: args.builds]:
-            compiled: Any = compiled_plan(name) if name in PLANS else good(name).compiled
-            judge(name, compiled, args.mutants, Random(f"{args.seed} {name}"), counts, Path(folder) / "build")
-            print(f"{name}: done", flush=True)
+    for name in args.names or BUILDS[: args.builds]:
+        compiled: Any = None
+        if not Path(name).is_dir():
+            compiled = compiled_plan(name) if name in PLANS else good(name).compiled
+        texts = read_texts(Path(name)) if compiled is None else texts_of(compiled)
+        judge(name, compiled, texts, args.mutants, Random(f"{args.seed} {name}"), counts)
+        print(f"{name}: {sum(c.mutants for c in counts.values())} mutants", flush=True)
     print(table(counts))
     return int(any(c.holes or c.crashes for c in counts.values()))
 
