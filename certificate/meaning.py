@@ -252,7 +252,9 @@ class Table(Nodes):
         outside = [read for read, used in zip(factors, letters, strict=True) if used.isdisjoint(left)]
         results = list(outside)
         for members, over in components(letters, left):
-            part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes, closed)
+            part = self._contract(
+                [factors[at] for at in members], [letters[at] & over for at in members], over, sizes, closed
+            )
             coefficient *= part.coefficient
             results.append(part._replace(coefficient=1))
         return self._pure(reduced(coefficient), results, sizes)

@@ -10,7 +10,6 @@ from .letters import (
     Affine,
     Divide,
     DivideAxis,
-    Instead,
     Letter,
     Number,
     Read,
@@ -399,7 +398,9 @@ class Tensors:
         while reads[0] != reads[1]:
             try:
                 parts = [self.table.part(read, sizes) for read in reads]
-                return parts[0] == parts[1] or self.table.unnamed(parts[0], sizes) == self.table.unnamed(parts[1], sizes)
+                return parts[0] == parts[1] or self.table.unnamed(parts[0], sizes) == self.table.unnamed(
+                    parts[1], sizes
+                )
             except Divide as request:
                 reads, dims, sizes = divided(request, reads, dims, sizes)
         return True

@@ -1,9 +1,9 @@
 """Mutants of builds for the certificate: texts changed line by line, and what the checker says of each.
 
 ``python -m tests.certified_mutants [BUILD ...]`` changes texts of small builds as a faulty pass would, and faults alike
-in all programs; ``model.py`` stays, as it says what is meant. The folder of a large build may be named too. A mutant that is accepted runs beside the reference, all
+in all programs; ``model.py`` stays, as it says what is meant. A mutant that is accepted runs beside the reference, all
 ranks in one process in float64: if any number differs, the checker has a hole. What neither refuses in words nor
-accepts is a fault too.
+accepts is a fault too. The folder of a large build may be named too: its accepted mutants are told.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -82,11 +83,11 @@ Edits = dict[str, str]
 
 
 class Mutant(NamedTuple):
-    """A change of texts: its kind, what it did, and the files as it leaves them."""
+    """A change of texts: its kind, what it did, and what makes the files as it leaves them."""
 
     kind: str
     what: str
-    edits: Edits
+    edits: Callable[[], Edits]
 
 
 _LINE = re.compile(r"    (\w+(?:, \w+)*) = ([\w.]+)\((.*)\)  # (.+?) \| (.*)")
@@ -303,14 +304,13 @@ LINES: Mapping[str, Callable[[Row, Mapping[str, str], Random], Changed]] = {
 def in_lines(texts: Texts, draw: Random) -> Iterator[Mutant]:
     """Yield mutants of single lines, each mutator at its turn, in any order."""
     rows = rows_of(texts)
-    draw.shuffle(rows)
-    for row in rows:
+    for row in draw.sample(rows, min(len(rows), 2000)):
         names = known_before(texts, row)
         for kind, mutate in LINES.items():
             changes = list(mutate(row, names, draw))
             for what, lines in draw.sample(changes, min(3, len(changes))):
                 place = f"{row.file}:{row.at + 1} {row.results[:40]} = {row.op}"
-                yield Mutant(kind, f"{place}: {what}", with_line(texts, row.file, row.at, *lines))
+                yield Mutant(kind, f"{place}: {what}", partial(with_line, texts, row.file, row.at, *lines))
 
 
 def in_pairs(texts: Texts, draw: Random) -> Iterator[Mutant]:
@@ -333,22 +333,24 @@ def in_pairs(texts: Texts, draw: Random) -> Iterator[Mutant]:
                     first, second = f'        "{a[1]}": {b[2]},', f'        "{b[1]}": {a[2]},'
                 changed = list(rows)
                 changed[one], changed[other] = first, second
-                yield Mutant(
-                    f"exchanged {field_}", f"{file}: {a[0].strip()} and {b[0].strip()}", {file: "\n".join(changed)}
-                )
+                what = f"{file}: {a[0].strip()} and {b[0].strip()}"
+                yield Mutant(f"exchanged {field_}", what, partial(_joined, file, changed))
                 if field_ == "returned":
                     changed = list(rows)
                     changed[one] = first
-                    yield Mutant("returned again", f"{file}: {a[0].strip()} -> {b[2]}", {file: "\n".join(changed)})
+                    yield Mutant("returned again", f"{file}: {a[0].strip()} -> {b[2]}", partial(_joined, file, changed))
         lines = [at for at, row in enumerate(rows) if _LINE.fullmatch(row)]
         for at in draw.sample(lines, min(12, len(lines))):
             if at + 1 in lines:
                 changed = list(rows)
                 changed[at], changed[at + 1] = changed[at + 1], changed[at]
-                yield Mutant("lines exchanged", f"{file}:{at + 1}", {file: "\n".join(changed)})
-            yield Mutant(
-                "line dropped", f"{file}:{at + 1} {rows[at][:60]}", {file: "\n".join([*rows[:at], *rows[at + 1 :]])}
-            )
+                yield Mutant("lines exchanged", f"{file}:{at + 1}", partial(_joined, file, changed))
+            what = f"{file}:{at + 1} {rows[at][:60]}"
+            yield Mutant("line dropped", what, partial(_joined, file, [*rows[:at], *rows[at + 1 :]]))
+
+
+def _joined(file: str, rows: Sequence[str]) -> Edits:
+    return {file: "\n".join(rows)}
 
 
 def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
@@ -357,7 +359,8 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
     words = {(row.op, arg) for row in rows for arg in row.args if _NUMBER.fullmatch(arg)}
     for op, arg in sorted(words):
         for other in other_numbers(arg):
-            edits = _everywhere(
+            edits = partial(
+                _everywhere,
                 texts,
                 partial(_reads, arg=arg, op=op),
                 partial(_with_argument, arg=arg, other=other),
@@ -366,7 +369,8 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
     values = {arg for _, arg in words if "." in arg}
     for arg in sorted(values):
         for other in other_numbers(arg):
-            edits = _everywhere(
+            edits = partial(
+                _everywhere,
                 texts,
                 partial(_reads, arg=arg),
                 partial(_with_argument, arg=arg, other=other),
@@ -377,13 +381,16 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
             for other in like:
                 pair = {one: other, _backward(one): _backward(other)}
                 if one != other and any(row.op == one for row in rows):
-                    edits = _everywhere(texts, partial(_is_one_of, ops=pair), partial(_with_operator, ops=pair))
+                    edits = partial(
+                        _everywhere, texts, partial(_is_one_of, ops=pair), partial(_with_operator, ops=pair)
+                    )
                     yield Mutant("operator, alike", f"{one} -> {other}", edits)
     for op in sorted(
         {row.op for row in rows if row.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_gather")}
     ):
         for axis in AXES:
-            edits = _everywhere(
+            edits = partial(
+                _everywhere,
                 texts,
                 partial(_reads, arg=f"'{axis}'", op=op),
                 lambda row: row._replace(op="aten.alias.default", args=row.args[:1]),
@@ -398,12 +405,11 @@ def alike(texts: Texts, draw: Random) -> Iterator[Mutant]:
             if len(names) < 2:
                 continue
             one, other = draw.sample(names, 2)
-            yield Mutant("names exchanged, alike", f"{one} and {other}", _renamed(texts, one, other))
+            yield Mutant("names exchanged, alike", f"{one} and {other}", partial(_renamed, texts, one, other))
     types = sorted({t for row in rows for t in row.types.split("; ")})
     for type_ in draw.sample(types, min(30, len(types))):
         for other in draw.sample(many := list(other_types(type_, AXES, draw)), min(2, len(many))):
-            edits = {f: new for f in programs(texts) if (new := _retyped(texts[f], type_, other)) != texts[f]}
-            yield Mutant("type, alike", f"{type_} -> {other}", edits)
+            yield Mutant("type, alike", f"{type_} -> {other}", partial(_retyped_all, texts, type_, other))
 
 
 def _reads(row: Row, arg: str, op: str = "") -> bool:
@@ -428,8 +434,9 @@ def _backward(op: str) -> str:
     return f"{space}.{name}_backward.{overload}"
 
 
-def _retyped(text: str, type_: str, other: str) -> str:
-    return re.sub(rf'(?<=[ "]){re.escape(type_)}(?=[";]| \|)', lambda _: other, text)
+def _retyped_all(texts: Texts, type_: str, other: str) -> Edits:
+    pattern = re.compile(rf'(?<=[ "]){re.escape(type_)}(?=[";]| \|)')
+    return {file: pattern.sub(lambda _: other, texts[file]) for file in programs(texts)}
 
 
 def _renamed(texts: Texts, one: str, other: str) -> Edits:
@@ -472,16 +479,18 @@ def in_manifest(texts: Texts, draw: Random) -> Iterator[Mutant]:
         ]
         for other in draw.sample(many, min(3, len(many))):
             changed = {**facts, "parameters": {**facts["parameters"], name: other}}
-            edits = {"manifest.json": json.dumps(changed)}
-            yield Mutant("stored type", f"{name}: {type_} -> {other}", edits)
-            for file in programs(texts):
-                old, new = f'"{type_}",  # parameter {name}\n', f'"{other}",  # parameter {name}\n'
-                if old in texts[file]:
-                    edits[file] = texts[file].replace(old, new)
-            yield Mutant("stored type, alike", f"{name}: {type_} -> {other}", edits)
+            what, edits = f"{name}: {type_} -> {other}", {"manifest.json": json.dumps(changed)}
+            yield Mutant("stored type", what, partial(dict, edits))
+            old, new = f'"{type_}",  # parameter {name}\n', f'"{other}",  # parameter {name}\n'
+            yield Mutant("stored type, alike", what, partial(_stored, texts, edits, old, new))
     for count in (1, 2, 3, 4):
         if count != facts["microbatches"]:
-            yield Mutant("microbatches", f"{count}", {"manifest.json": json.dumps({**facts, "microbatches": count})})
+            changed = {**facts, "microbatches": count}
+            yield Mutant("microbatches", f"{count}", partial(dict, {"manifest.json": json.dumps(changed)}))
+
+
+def _stored(texts: Texts, edits: Edits, old: str, new: str) -> Edits:
+    return {**edits, **{file: texts[file].replace(old, new) for file in programs(texts)}}
 
 
 def in_schedule(texts: Texts, draw: Random) -> Iterator[Mutant]:
@@ -507,7 +516,8 @@ def in_schedule(texts: Texts, draw: Random) -> Iterator[Mutant]:
                 actions[one] = re.sub(r"\d+", lambda m: str(int(m[0]) ^ 1), word, count=draw.randrange(1, 3))
             if actions != rest.split(" "):
                 changed = [*lines[:at], f"{role}: {' '.join(actions)}", *lines[at + 1 :]]
-                yield Mutant(f"schedule, {kind}", f"{role} {word} {one} {other}", {file: "\n".join(changed) + "\n"})
+                what = f"{role} {word} {one} {other}"
+                yield Mutant(f"schedule, {kind}", what, partial(_joined, file, [*changed, ""]))
 
 
 SOURCES = (in_lines, in_pairs, alike, in_manifest, in_schedule)
@@ -537,8 +547,8 @@ def texts_of(compiled: Compiled) -> dict[str, str]:
     return {**files_of(compiled), "manifest.json": json.dumps(manifest_of(compiled))}
 
 
-_MOST_SECONDS = 30
-"""The seconds after which a checker that has not answered is at fault."""
+_MOST_SECONDS = 60
+"""The seconds of its own after which a checker that has not answered is at fault."""
 
 
 def _too_long(*_: Any) -> None:
@@ -546,8 +556,8 @@ def _too_long(*_: Any) -> None:
 
 
 class Judge:
-    """The checker of one build's mutants. Their model is the same, so its meaning is known, in both normal forms, and so
-    is that of all functions that a mutant leaves as they are."""
+    """The checker of one build's mutants. Their model is the same, so its meaning is known, in both normal forms, and
+    so is that of all functions that a mutant leaves as they are."""
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
@@ -561,7 +571,7 @@ class Judge:
         Raises:
             Exception: it does neither.
         """
-        signal.alarm(_MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
         try:
             self._certify({**self.texts, **edits})
         except RecursionError:
@@ -569,7 +579,7 @@ class Judge:
         except Refused as error:
             return str(error) or "refused"
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         return ""
 
     def _certify(self, texts: Texts) -> None:
@@ -659,8 +669,8 @@ class Count:
 def judge(
     name: str, compiled: Compiled | None, texts: Texts, most: int, draw: Random, counts: dict[str, Count]
 ) -> None:
-    """Judge at most ``most`` mutants of a build, of each source and kind alike. One that is not ``compiled`` here is too
-    large to run, so its accepted mutants are told without their numbers."""
+    """Judge at most ``most`` mutants of a build, of each source and kind alike. One that is not ``compiled`` here is
+    too large to run, so its accepted mutants are told without their numbers."""
     build = Judge(texts)
     if reason := build.verdict({}):
         raise SystemExit(f"{name}: is refused as it is: {reason}")
@@ -669,22 +679,23 @@ def judge(
     by_kind: dict[str, list[Mutant]] = {}
     for source in SOURCES:
         for mutant in source(texts, draw):
-            if mutant.edits and any(texts[file] != text for file, text in mutant.edits.items()):
-                by_kind.setdefault(mutant.kind, []).append(mutant)
-    chosen: list[Mutant] = []
-    pools = [draw.sample(pool, len(pool)) for pool in by_kind.values()]
-    while pools and len(chosen) < most:
-        pools = [pool for pool in pools if pool]
-        chosen += [pool.pop() for pool in pools]
-    for mutant in chosen[:most]:
+            by_kind.setdefault(mutant.kind, []).append(mutant)
+    pools, judged = [draw.sample(pool, len(pool)) for pool in by_kind.values()], 0
+    for mutant in (each for turn in zip_longest(*pools) for each in turn if each is not None):
+        if judged == most:
+            break
+        edits = {file: text for file, text in mutant.edits().items() if text != texts[file]}
+        if not edits:
+            continue
+        judged += 1
         count = counts.setdefault(mutant.kind, Count())
         count.mutants += 1
         what = f"{name}: {mutant.what}"
         try:
-            reason = build.verdict(mutant.edits)
+            reason = build.verdict(edits)
             if reason and "type" not in mutant.kind and any(word in reason for word in ("differs along", "partial")):
-                lies = lying({**texts, **mutant.edits}, axes)
-                reason = build.verdict({**mutant.edits, **lies})
+                lies = lying({**texts, **edits}, axes)
+                reason = build.verdict({**edits, **lies})
                 what = f"{what} (with lying types)"
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -692,10 +703,10 @@ def judge(
             continue
         if reason:
             continue
-        if reason := again(texts, mutant.edits):
+        if reason := again(texts, edits):
             count.crashes.append(f"{what}: is accepted beside others, and refused by itself: {reason}")
             continue
-        differs = "" if compiled is None else numbers(compiled, {**texts, **mutant.edits})
+        differs = "" if compiled is None else numbers(compiled, {**texts, **edits})
         if not differs:
             count.accepted.append(what)
         elif differs.startswith("numbers"):
@@ -734,7 +745,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGVTALRM, _too_long)
     for name in args.names or BUILDS[: args.builds]:
         compiled: Any = None
         if not Path(name).is_dir():
