@@ -40,8 +40,8 @@ ABOUT = """# Models from elsewhere
 
 Written by `make outside`: tiny models of packages that an index installs (`benchmarks/outside-requirements.txt` and
 `constraints.txt`), batch 4 over dp=2, and over tp=2 too where it is said; no model's code was touched. *Verified* is
-every check of a build, and *certified* is proved by the checker of certificates as well. Layers are not left out at random (`layerdrop` is 0), which no program of fixed lines does, and
-spectra are not masked by NumPy's random numbers.
+every check of a build, and *certified* is proved by the checker of certificates as well. Layers are not left out at
+random (`layerdrop` is 0), which no program of fixed lines does, and spectra are not masked by NumPy's random numbers.
 
 """
 

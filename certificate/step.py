@@ -17,6 +17,7 @@ from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest,
 from .describe import describe
 from .letters import DivideAxis
 from .meaning import Table, Value
+from .own import read_own
 from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
@@ -119,7 +120,7 @@ class Step:
         """The axis of roles, along which programs differ: none of them may speak of its ranks."""
         ranks = {axis: size for axis, size in self.mesh.sizes if axis != self.axis}
         self.table = Table({**ranks, MICROBATCH: self.microbatches})
-        self.reader = Reader(self.table, self.mesh)
+        self.reader = Reader(self.table, self.mesh, read_own(build.manifest.get("operators", {})))
         self.tensors = self.reader.tensors
         try:
             stored = dict(build.manifest["parameters"])
@@ -297,6 +298,8 @@ class Step:
             if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
                 raise Refused(f"{program.file}: is no part of a step")
             proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
+        for row in self.reader.own.values():
+            proof.lines.append(f"{row.op} is what its rule says, {row.text}, which is not proved")
         proof.nodes = len(self.table.nodes)
         return proof
 
