@@ -316,8 +316,8 @@ def divided(
     major, minor = (letter, "major"), (letter, "minor")
     index = Instead({letter: (0, ((major, inner), (minor, 1)))})
     reads = [read._replace(maps=substitute(read.maps, index)) for read in reads]
-    dims = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
-    return reads, dims, {**sizes, major: outer, minor: inner}
+    parts = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
+    return reads, parts, {**sizes, major: outer, minor: inner}
 
 
 class NothingPickedError(Exception):

@@ -416,8 +416,10 @@ class Table(Nodes):
     def _terms(self, read: Read) -> Iterator[Read]:
         """Yield the terms of a sum, and those of named sums among them."""
         node = self.node(read.node)
-        if node.op in ("sum", "named sum"):
-            for term in self._inside(read, self.node(node.args) if node.op == "named sum" else node):
+        if node.op == "named sum" and isinstance(node.args, int):
+            node = self.node(node.args)
+        if node.op == "sum":
+            for term in self._inside(read, node):
                 yield from self._terms(self._scaled(term, read.coefficient))
         else:
             yield read

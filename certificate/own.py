@@ -83,7 +83,9 @@ class OwnRow:
         made = []
         for at, term in enumerate(self.results):
             result = _labels(term, max(dotted, default=0))
-            more = {name: shapes[at][dim] for dim, name in enumerate(result) if shapes and name not in known}
+            more: dict[Hashable, int] = {
+                name: shapes[at][dim] for dim, name in enumerate(result) if shapes and name not in known
+            }
             if self.linear:
                 made.append(self._sum(t, (at, facts), values, rows, result, more))
             else:
@@ -160,7 +162,8 @@ def _fact(op: str, item: Any) -> Hashable:
     if isinstance(item, list):
         return tuple(_fact(op, each) for each in item)
     if type(item) in (int, float):
-        return number(item)
+        exact: Hashable = number(item)
+        return exact
     if item is not None and type(item) not in (bool, str, Word):
         raise Refused(f"{op} with such arguments has no rule")
     return type(item).__name__, item
@@ -192,13 +195,17 @@ def read_own(rows: Any) -> dict[str, OwnRow]:
         for op, facts in dict(rows).items():
             if not _NAME.fullmatch(op):
                 raise Refused(f"manifest.json: `{op}` is no operator of one's own")
-            sides = [[_term(part) for part in side.split(",") if part.strip()] for side in facts["rule"].split("->")]
+            operands, results = (
+                [_term(part) for part in side.split(",") if part.strip()] for side in facts["rule"].split("->")
+            )
             linear = {int(part) for part in facts["linear"].split("|") if len(part) == 1}
             names = list(map(str, facts["arguments"]))
             if len(gradient := str(facts["gradient"])) > _LONGEST:
                 raise ValueError(f"the gradient of {op} has {len(gradient)} letters")
             text = f"`{facts['rule']}`" + (f" with the gradient `{gradient}`" if gradient else "")
-            own[op] = OwnRow(op, names, dict(facts["defaults"]), *sides, linear, gradient, text, facts["number"])
+            own[op] = OwnRow(
+                op, names, dict(facts["defaults"]), operands, results, linear, gradient, text, facts["number"]
+            )
         for row in own.values():
             row.slope = _slope(row.gradient, own) if row.gradient else None
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError) as error:
@@ -235,7 +242,7 @@ def _part(node: ast.expr, own: Mapping[str, OwnRow]) -> _Part:
     if isinstance(node, ast.Constant):
         return lambda call, exact, items: [None]
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        part, at = _part(node.value, own), int(node.slice.value)
+        part, at = _part(node.value, own), int(str(node.slice.value))
         return lambda call, exact, items: [part(call, exact, items)[at]]
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         meaning: Expression = expression(node)
