@@ -30,7 +30,7 @@ _DIM = re.compile(r"\.\.\.|\w+")
 
 @dataclass
 class OwnRow:
-    """What a manifest says of an operator."""
+    """The row of an operator, as a manifest says it."""
 
     op: str
     names: list[str]
