@@ -260,7 +260,7 @@ def _changed(at: int, random_: random.Random) -> Iterator[tuple[str, list[Any], 
 
 @pytest.mark.parametrize("part", range(8))
 def test_no_row_ignores_an_argument(part: int) -> None:
-    """Where an argument is another, the row means what torch computes then, or is refused."""
+    """A row with another argument means what torch computes then, or is refused."""
     random_, right = random.Random(part), 0
     for at in range(part, len(CASES), 8):
         torch.manual_seed(at)
