@@ -47,7 +47,7 @@ random (`layerdrop` is 0), which no program of fixed lines does, and spectra are
 
 
 NOT_CERTIFIED = "not certified"
-"""How the reason begins of a build that its own numbers verify, and not the checker of certificates."""
+"""The first words of the reason of a build that its own numbers verify, and not the checker of certificates."""
 Outcome = tuple[str, str]
 """``verified``, ``refused`` or ``crashed``, with the reason or what else is to be told."""
 
