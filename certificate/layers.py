@@ -443,9 +443,16 @@ def _(c: Call) -> Value:
 # ---- norms
 
 
+def _demand_last(c: Call, x: Value, shape: Sequence[int]) -> None:
+    """Refuse other sizes of the last dims than a value has."""
+    if x.shape[len(x.dims) - len(shape) :] != tuple(shape):
+        raise Refused(f"{c.line.op} of {list(shape)} reads {list(x.shape)}")
+
+
 def _norm(c: Call, x: Value, shape: Sequence[int], eps: float) -> tuple[Value, Value]:
     """Return the mean and the inverse deviation of the last dims, which a layer norm sees whole."""
     t, first = c.tensors, len(x.dims) - len(shape)
+    _demand_last(c, x, shape)
     names = list(range(len(x.dims)))
     result = [name if name < first else None for name in names]
     both = []
@@ -501,6 +508,7 @@ def _norm_gradients(
 @row("aten.native_layer_norm_backward.default")
 def _(c: Call) -> tuple[Value, ...]:
     g, x, shape, mean, deviation, weight, _, wanted = c.args
+    _demand_last(c, x, shape)
     return _wanted(c, _norm_gradients(c, g, x, mean, deviation, weight, len(shape), shape), wanted)
 
 
@@ -577,6 +585,7 @@ def _square_norm(c: Call) -> tuple[Value, Value, Value | None, int]:
     if eps is None:
         raise Refused(f"{c.line.op} without an eps has no rule")
     dims = range(len(x.dims) - len(shape), len(x.dims))
+    _demand_last(c, x, shape)
     mean = t.scaled(t.total(t.times(x, x), dims, keep=True), Fraction(1, math.prod(shape)))
     return x, t.pointwise("rsqrt", [t.plus(mean, t.constant(number(eps)))]), c.at(2), len(shape)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import permutations
 from math import isfinite
@@ -306,6 +306,18 @@ class Divide(Exception):
     def __init__(self, letter: Letter, sizes: tuple[int, int]) -> None:
         super().__init__(letter, sizes)
         self.letter, self.sizes = letter, sizes
+
+
+def divided(
+    request: Divide, reads: Sequence[Read], dims: Sequence[Collection[Letter]], sizes: Mapping[Letter, int]
+) -> tuple[list[Read], list[list[Letter]], dict[Letter, int]]:
+    """Divide a letter into two."""
+    letter, (outer, inner) = request.letter, request.sizes
+    major, minor = (letter, "major"), (letter, "minor")
+    index = Instead({letter: (0, ((major, inner), (minor, 1)))})
+    reads = [read._replace(maps=substitute(read.maps, index)) for read in reads]
+    parts = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
+    return reads, parts, {**sizes, major: outer, minor: inner}
 
 
 class NothingPickedError(Exception):

@@ -24,7 +24,7 @@ The normal form (`Table`) is made where a node is made:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import isnan
 from typing import NamedTuple
@@ -35,12 +35,10 @@ from .letters import (
     Instead,
     Letter,
     Maps,
-    NothingPickedError,
     Number,
     Read,
-    apart,
     components,
-    digits,
+    divided,
     joined_letters,
     length_of,
     letters_of,
@@ -50,18 +48,15 @@ from .letters import (
     orders_of,
     product_of,
     range_of,
-    rank_of,
     reduced,
-    replaced,
     substitute,
 )
-from .nodes import Node, Nodes, Seen
+from .nodes import Node, Seen
+from .places import Places
 from .text import Refused
 
 _MOST_MADE = 30_000
 """The most products and parts of a table; the largest models have a tenth of that."""
-_MOST_STEPS = 1000
-"""The most steps in which a product with identity matrices is simplified."""
 
 
 class Value(NamedTuple):
@@ -91,19 +86,17 @@ class Value(NamedTuple):
         return {letter.removeprefix("~").split(".")[0] for letter in self.letters}
 
 
-class Table(Nodes):
+class Table(Places):
     """The one table of nodes, in normal form. Equal meanings have equal numbers."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
-        super().__init__()
-        self.mesh = dict(mesh)
+        super().__init__(mesh)
         self._made = 0
         self.in_pieces = False
         """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them.
         Some builds are equal to their model in one of the two forms alone."""
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
-        self._fresh = 0
         self._known: dict[Hashable, tuple[Read, Seen | None]] = {}
         self.zero = Value(0, self.one, (), ())
 
@@ -118,11 +111,6 @@ class Table(Nodes):
             raise Refused(f"`{axis}` is split over parts of a dim")
         self.axes[axis] = letters
         self.mesh.update((name, size) for size, name in letters)
-
-    def fresh(self) -> Letter:
-        """Return a letter that nothing else has."""
-        self._fresh += 1
-        return ("fresh", self._fresh)
 
     # ---- nodes
 
@@ -195,7 +183,12 @@ class Table(Nodes):
             else:
                 coefficient *= length_of(letter, sizes, self.mesh)
         if left:
-            result = self._once(done, factors, sizes, left, lambda: self._product(factors, sizes, left, done))
+            result = self._settled(
+                factors, sizes, left,
+                lambda reads, sizes, over: self._once(
+                    done, reads, sizes, over, lambda: self._product(list(reads), sizes, set(over), done)
+                ),
+            )  # fmt: skip
         else:
             result = self._product(factors, sizes, left, done)
         return result if coefficient == 1 else self._scaled(result, coefficient)
@@ -246,7 +239,9 @@ class Table(Nodes):
         outside = [read for read, used in zip(factors, letters, strict=True) if used.isdisjoint(left)]
         results = list(outside)
         for members, over in components(letters, left):
-            part = self._contract([factors[at] for at in members], [letters[at] & over for at in members], over, sizes)
+            part = self._contract(
+                [factors[at] for at in members], [letters[at] & over for at in members], over, sizes, closed
+            )
             coefficient *= part.coefficient
             results.append(part._replace(coefficient=1))
         return self._pure(reduced(coefficient), results, sizes)
@@ -285,7 +280,12 @@ class Table(Nodes):
         return factors
 
     def _contract(
-        self, factors: list[Read], letters: list[set[Letter]], over: set[Letter], sizes: Mapping[Letter, int]
+        self,
+        factors: list[Read],
+        letters: list[set[Letter]],
+        over: set[Letter],
+        sizes: Mapping[Letter, int],
+        closed: frozenset[int],
     ) -> Read:
         """Return the sum, over letters, of a product of factors that these letters connect."""
         if len(factors) == 1:
@@ -320,16 +320,20 @@ class Table(Nodes):
             }
             if self.in_pieces and placed and rest and over - placed:
                 first = self.product(1, rest, sizes, over - placed)
-                closed = {first.node, *(read.node for read in self.node(first.node).reads)}
-                return self.product(1, [first, *(f for f in factors if f.node == self.delta)], sizes, placed, closed)
+                rest = [factor for factor in factors if factor.node == self.delta]
+                return self.product(1, [first, *rest], sizes, placed, closed | self._with_factors(first))
             nest = nested(letters, over)
             if nest is not None and any(factors[at].node != self.delta for at in nest[0]):
                 members, inside = nest
                 first = self.product(1, [factors[at] for at in members], sizes, inside)
                 rest = [factor for at, factor in enumerate(factors) if at not in members]
-                return self.product(1, [first, *rest], sizes, over - inside, (first.node,))
+                return self.product(1, [first, *rest], sizes, over - inside, closed | self._with_factors(first))
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
+
+    def _with_factors(self, product: Read) -> set[int]:
+        """Return the nodes of a product and of its factors, as which it is read where it has no sum."""
+        return {product.node, *(read.node for read in self.node(product.node).reads)}
 
     def _opened(
         self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
@@ -387,6 +391,31 @@ class Table(Nodes):
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
 
+    def unnamed(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
+        """Return a read whose sum, or that of a factor, has the terms of named sums in the place of these: what is
+        added up in another order has other names."""
+        node = self.node(read.node)
+        if node.op == "product" and not node.inner:
+            factors = [self.unnamed(r, sizes) for r in self._inside(read, node)]
+            return self._scaled(self._pure(1, factors, sizes), read.coefficient)
+        return self.sum(self._terms(read), sizes) if node.op == "sum" else read
+
+    def _terms(self, read: Read) -> Iterator[Read]:
+        """Yield the terms of a sum, and those of named sums among them."""
+        node = self.node(read.node)
+        if node.op == "named sum" and isinstance(node.args, int):
+            node = self.node(node.args)
+        if node.op == "sum":
+            for term in self._inside(read, node):
+                yield from self._terms(self._scaled(term, read.coefficient))
+        else:
+            yield read
+
+    def _inside(self, read: Read, node: Node) -> list[Read]:
+        """Return what a node reads, by the letters by which it is read."""
+        index = dict(enumerate(read.maps))
+        return [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
+
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
         numbers, and identity matrices."""
@@ -409,120 +438,6 @@ class Table(Nodes):
         for factor in factors:
             rest.remove(factor)
         return self._pure(read.coefficient, rest, sizes)
-
-    # ---- places: ``delta[i, j]`` is 1 where i is j
-
-    def _placed(
-        self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
-    ) -> tuple[list[Read], set[Letter], Mapping[Letter, int]] | None:
-        """Simplify a product with identity matrices: sum over letters that one of them picks, divide those that compare
-        several digits, and read the other factors at the place that is picked. None where nothing is picked."""
-        for _ in range(_MOST_STEPS):
-            joined = self._joined_first(factors, summed, sizes)
-            if joined is not None:
-                factors, sizes, summed = joined
-            for at, read in enumerate(factors):
-                if read.node != self.delta:
-                    continue
-                try:
-                    step = self._step(read.maps, [*factors[:at], *factors[at + 1 :]], summed, sizes)
-                except NothingPickedError:
-                    return None
-                if step is not None:
-                    factors, summed = step
-                    break
-            else:
-                return factors, summed, sizes
-        raise Refused("places are compared in too many ways")
-
-    def _step(
-        self, maps: Maps, others: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
-    ) -> tuple[list[Read], set[Letter]] | None:
-        """Do one step for an identity matrix: return all factors after it, and the letters that are still summed; None
-        where there is nothing to do.
-
-        Raises:
-            NothingPickedError: its two indices are never equal.
-        """
-        never = apart(maps, sizes, self.mesh)
-        if never:
-            raise NothingPickedError
-        if never is False:
-            return others, summed
-        if (parts := digits(maps, sizes, self.mesh)) is not None:
-            return [*(Read(1, self.delta, each) for each in parts), *others], summed
-        for here, there in (maps, maps[::-1]):
-            if len(here[1]) != 1 or abs(here[1][0][1]) != 1 or any(here[1][0][0] == key for key, _ in there[1]):
-                continue
-            # here = offset + stride * letter = there, so letter = stride * (there - offset)
-            ((letter, stride),) = here[1]
-            index = (stride * (there[0] - here[0]), tuple((k, stride * s) for k, s in there[1]))
-            low, high = range_of(index, sizes, self.mesh)
-            size = length_of(letter, sizes, self.mesh)
-            if high < 0 or low >= size:
-                raise NothingPickedError
-            if low < 0 or high >= size:
-                continue
-            moved = [r._replace(maps=substitute(r.maps, Instead({letter: index}))) for r in others]
-            if letter in summed:
-                return moved, summed - {letter}
-            back = there[1][0][0] if len(there[1]) == 1 and there[0] == 0 and there[1][0][1] == 1 else None
-            if back is not None and back not in summed and rank_of(letter) < rank_of(back):
-                continue  # of two letters that are equal, one stands in the place of the other, and never back
-            if here[0] == 0 and stride == 1 and moved != others:
-                return [Read(1, self.delta, (here, there)), *moved], summed
-        for here, there in (maps, maps[::-1]):
-            if len(here[1]) > 1 and there[0] == 0 and len(there[1]) == 1 and there[1][0][1] == 1:
-                letter = there[1][0][0]  # several letters that are one letter together
-                moved = [r._replace(maps=tuple(replaced(index, here, letter) for index in r.maps)) for r in others]
-                if letter in summed and moved != others:
-                    return [Read(1, self.delta, (here, there)), *moved], summed
-        for here, there in (maps, maps[::-1]):
-            if any(letter in summed for letter, _ in there[1]):
-                self._divide(here, [stride for _, stride in there[1]], summed, sizes)
-        return None
-
-    def _divide(self, index: Affine, strides: list[int], summed: set[Letter], sizes: Mapping[Letter, int]) -> None:
-        """Ask for a letter of an index to be divided where another index has a digit."""
-        for letter, stride in index[1]:
-            if letter in summed or isinstance(letter, str):
-                continue
-            size = length_of(letter, sizes, self.mesh)
-            for other in strides:
-                inner, rest = divmod(other, stride)
-                if not rest and 1 < inner < size and not size % inner:
-                    raise Divide(letter, (size // inner, inner))
-
-    def _joined_first(
-        self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
-    ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
-        """Join summed letters that are always read together; None where there are none."""
-        groups, _terms = joined_letters(factors, frozenset(summed), sizes, self.mesh, [])
-        groups = {letter: group for letter, group in groups.items() if len(group[0]) > 1 and letter in summed}
-        if not groups:
-            return None
-        gone = {letter for members, _ in groups.values() for letter, _ in members} - groups.keys()
-        names = {letter: self.fresh() for letter in groups}
-
-        def renamed(index: Affine) -> Affine:
-            return index[0], tuple((names.get(key, key), stride) for key, stride in index[1] if key not in gone)
-
-        reads = [read._replace(maps=tuple(map(renamed, read.maps))) for read in factors]
-        lengths = {names[key]: size for key, (_, size) in groups.items()}
-        return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
-
-    def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
-        """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or
-        not all of them are read one by one."""
-        node, compared = self.node(read.node), self.look(read.node)[1]
-        if not compared:
-            return False
-        plain = {
-            at for at, (offset, terms) in enumerate(read.maps)
-            if offset == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0] not in summed
-            and length_of(terms[0][0], sizes, self.mesh) == node.sizes[at]
-        }  # fmt: skip
-        return not compared <= plain
 
     def _in_pieces(self, read: Read, summed: Iterable[Letter]) -> bool:
         """Return whether a product with a sum becomes a sum of products: each term is a piece that an identity matrix
@@ -607,8 +522,10 @@ class Table(Nodes):
             terms = (Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
             return self.sum([self.part(term, sizes) for term in terms], sizes)
         if node.op == "product":
-            reads, inside, over = self._opened(node, index, sizes, set())
-            return self.product(1, [self.part(r, inside) for r in reads], inside, over)
+            return self._settled(
+                *self._opened(node, index, sizes, set()),
+                lambda reads, sizes, over: self.product(1, [self.part(r, sizes) for r in reads], sizes, over),
+            )
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
         if node.op == "filled":  # what is real of it is what it reads
             (loop,) = (at for at in range(len(node.sizes)) if at not in shared)
@@ -620,11 +537,32 @@ class Table(Nodes):
         index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
         lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}
         reads, lengths, over = self._opened(node, index, lengths, set())
-        within = [letter for letter in lengths if letter in over]
-        keep = () if node.op in ("largest", "squares") else within
-        reads = [self.part(r, lengths) for r in reads]
-        at, maps, _ = self.make(node.op, node.args, reads, lengths, within, list(alone.values()), keep=keep)
-        return Read(1, at, substitute(maps, Instead({letter: read.maps[loop] for loop, letter in alone.items()})))
+        ordered_letters = [letter for letter in lengths if letter in over]
+        place = Instead({letter: read.maps[loop] for loop, letter in alone.items()})
+
+        def parted(reads: Sequence[Read], sizes: Mapping[Letter, int], within: Collection[Letter]) -> Read:
+            keep = () if node.op in ("largest", "squares") else list(within)
+            reads = [self.part(r, sizes) for r in reads]
+            at, maps, _ = self.make(node.op, node.args, reads, sizes, within, list(alone.values()), keep=keep)
+            return Read(1, at, substitute(maps, place))
+
+        return self._settled(reads, lengths, ordered_letters, parted)
+
+    def _settled(
+        self,
+        reads: Sequence[Read],
+        sizes: Mapping[Letter, int],
+        inner: Collection[Letter],
+        compute: Callable[[Sequence[Read], Mapping[Letter, int], Collection[Letter]], Read],
+    ) -> Read:
+        """Return what is computed of reads over inner letters, after dividing these as it asks: nobody else can."""
+        while True:
+            try:
+                return compute(reads, sizes, inner)
+            except Divide as request:
+                if request.letter not in inner:
+                    raise
+                reads, (inner,), sizes = divided(request, reads, [inner], sizes)
 
     def _count(self) -> None:
         """Count one more product or part, and refuse too many."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from . import attention, layers, padding, pools, reductions, routing, views  # noqa: F401  they enter their rows
 from .alike import Alike, frozen
 from .meaning import Table, Value
+from .own import OwnRow
 from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
@@ -139,7 +140,9 @@ def _demand_kinds(line: Line, types: Mapping[str, Type]) -> None:
 class Reader:
     """The reading of programs into one table."""
 
-    def __init__(self, table: Table, mesh: Mesh) -> None:
+    def __init__(self, table: Table, mesh: Mesh, own: Mapping[str, OwnRow] = {}) -> None:
+        self.own = own
+        """The rows of operators of one's own."""
         self.table, self.tensors, self.alike = table, Tensors(table, mesh), Alike(table)
         self._texts: dict[tuple[str, str], int] = {}
         self._numbers: dict[Hashable, int] = {}
@@ -186,9 +189,10 @@ class Reader:
         Raises:
             Refused: it has no row, or its results have other shapes than the line says.
         """
-        function = ROWS.get(line.op)
+        own = self.own.get(line.op)
+        function = own.row if own is not None else ROWS.get(line.op)
         if function is None:
-            raise Refused(f"no row for `{line.op}`")
+            raise Refused(f"no rule for `{line.op}`")
         call = self.call(line, values, types)
         return call, self.alike.results(self._what(call, call.kwargs), call.args, lambda: self._meant(function, call))
 
@@ -373,13 +377,16 @@ class Reader:
             grads = [self._sum(total.pop(name, [])) for name in call.line.results]
             if all(g is None for g in grads):
                 continue
-            slope = SLOPES.get(call.line.op)
+            own = self.own.get(call.line.op)
+            slope = own.gradients if own is not None else SLOPES.get(call.line.op)
             if slope is None:
                 raise Refused(f"model.py:{call.line.row}: no derivative for `{call.line.op}` ({call.line.origin})")
             try:
                 parts = self._parts(slope, call, results, grads)
             except Refused as error:
                 raise Refused(f"model.py:{call.line.row}: {error} ({call.line.origin})") from None
+            except UNREADABLE as error:
+                raise Refused(f"model.py:{call.line.row}: `{call.line.op}` has no such gradient ({error})") from None
             for name, part in zip(names_in(call.line.args), parts, strict=True):
                 if part is not None and name in needs:
                     total.setdefault(name, []).append(part)

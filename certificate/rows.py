@@ -171,14 +171,15 @@ def _over(t: Tensors, x: Item, y: Item) -> Item:
     return _times(t, x, inverse(t, y) if isinstance(y, Value) else 1 / Fraction(y))
 
 
-_Expression = Callable[[Tensors, Mapping[str, Item]], Item]
+Expression = Callable[[Tensors, Mapping[str, Item]], Item]
+"""A meaning in rows.txt."""
 _OPERATIONS: dict[type[ast.operator], Callable[[Tensors, Item, Item], Item]] = {
     ast.Add: _plus, ast.Sub: lambda t, x, y: _plus(t, x, y, -1), ast.Mult: _times, ast.Div: _over,
     ast.Pow: lambda t, x, y: power(t, x, y),
 }  # fmt: skip
 
 
-def _expression(node: ast.expr) -> _Expression:
+def expression(node: ast.expr) -> Expression:
     """Return the function that a meaning in rows.txt is."""
     match node:
         case ast.Name(id=name):
@@ -187,17 +188,17 @@ def _expression(node: ast.expr) -> _Expression:
             exact = number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
             return lambda t, items: exact
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _expression(operand)
+            inner = expression(operand)
             return lambda t, items: _times(t, -1, inner(t, items))
         case ast.BinOp(left=left, op=op, right=right):
-            one, other, operation = _expression(left), _expression(right), _OPERATIONS[type(op)]
+            one, other, operation = expression(left), expression(right), _OPERATIONS[type(op)]
             return lambda t, items: operation(t, one(t, items), other(t, items))
         case ast.Call(func=ast.Constant(value=str() as labels), args=operands):
             reads, _, result = labels.partition(" -> ")
-            rows, inside = [part.split() for part in reads.split(", ")], list(map(_expression, operands))
+            rows, inside = [part.split() for part in reads.split(", ")], list(map(expression, operands))
             return lambda t, items: t.product([f(t, items) for f in inside], rows, result.split())
         case ast.Call(func=ast.Name(id=name), args=operands):
-            inside = list(map(_expression, operands))
+            inside = list(map(expression, operands))
             return lambda t, items: _function(t, name, [f(t, items) for f in inside])
     raise ValueError(f"rows.txt: `{ast.unparse(node)}` is no meaning")
 
@@ -416,7 +417,7 @@ class _Alternative:
     """A line of rows.txt."""
 
     parameters: _Parameters
-    meaning: _Expression
+    meaning: Expression
     slope: Slope | None
 
 
@@ -429,7 +430,7 @@ def _enter(text: str) -> None:
     match = _ROW.fullmatch(text)
     if match is None:
         raise ValueError(f"rows.txt: `{text}` is no row")
-    op, meaning = match[1], _expression(ast.parse(match[4], mode="eval").body)
+    op, meaning = match[1], expression(ast.parse(match[4], mode="eval").body)
     parameters = _Parameters(op, match[2], match[3])
     alternatives = _ALTERNATIVES.setdefault(op, [])
     alternatives.append(_Alternative(parameters, meaning, _gradients(match[5], match[4], parameters)))
@@ -465,7 +466,7 @@ def _gradients(text: str | None, meaning: str, parameters: _Parameters) -> Slope
         rows = [part.split() for part in reads.split(", ")]
         return lambda call, g, y: product_gradients(call.tensors, g, call.args, rows, result.split())
     body = ast.parse(text, mode="eval").body
-    parts = [None if isinstance(part, ast.Constant) else _expression(part)
+    parts = [None if isinstance(part, ast.Constant) else expression(part)
              for part in (body.elts if isinstance(body, ast.Tuple) else [body])]  # fmt: skip
 
     def gradients(call: Call, g: Value, y: Value) -> Gradients:

@@ -17,6 +17,7 @@ from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest,
 from .describe import describe
 from .letters import DivideAxis
 from .meaning import Table, Value
+from .own import read_own
 from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
@@ -95,16 +96,8 @@ def _certify(build: Build) -> Proof:
 
 
 def _certify_in_form(step: Step) -> Proof:
-    step.table.naming = True
-    step.run_model()
-    step.table.naming = False
-    step.reader.of_model = len(step.table.nodes)
-    while True:
-        try:
-            return step.run_programs()
-        except DivideAxis as request:
-            # the model's values know no ranks, so they stay
-            step.reader.divide(request.axis, request.sizes)
+    step.read_model()
+    return step.run_to_end()
 
 
 class Step:
@@ -127,7 +120,7 @@ class Step:
         """The axis of roles, along which programs differ: none of them may speak of its ranks."""
         ranks = {axis: size for axis, size in self.mesh.sizes if axis != self.axis}
         self.table = Table({**ranks, MICROBATCH: self.microbatches})
-        self.reader = Reader(self.table, self.mesh)
+        self.reader = Reader(self.table, self.mesh, read_own(build.manifest.get("operators", {})))
         self.tensors = self.reader.tensors
         try:
             stored = dict(build.manifest["parameters"])
@@ -174,8 +167,23 @@ class Step:
         node = self.table.leaf(parameter.binding, (each, *shape) if each > 1 else shape)
         return self.tensors.piece(node, parameter.type, each)
 
-    def run_model(self) -> None:
-        """Give every result and gradient of the model a meaning."""
+    def read_model(self) -> None:
+        """Give every result and gradient of the model a meaning, and its long sums names."""
+        self.table.naming = True
+        self._run_model()
+        self.table.naming = False
+        self.reader.of_model = len(self.table.nodes)
+
+    def run_to_end(self) -> Proof:
+        """Prove all programs, of a model that is read. The model's values know no ranks, so they stay where these are
+        counted otherwise."""
+        while True:
+            try:
+                return self._run_programs()
+            except DivideAxis as request:
+                self.reader.divide(request.axis, request.sizes)
+
+    def _run_model(self) -> None:
         functions = self.build.model.functions
         forward = functions.get("forward")
         if forward is None:
@@ -252,7 +260,7 @@ class Step:
                 raise Refused(f"{program.file}:{parameter.row}: {error}") from None
         return result
 
-    def run_programs(self) -> Proof:
+    def _run_programs(self) -> Proof:
         """Follow all programs of a step, and compare what leaves it with the model."""
         parameters = [p for function in self.build.model.functions.values() for p in function.parameters]
         self.kinds = {p.binding: kind_of(p.type) for p in parameters}
@@ -290,6 +298,8 @@ class Step:
             if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
                 raise Refused(f"{program.file}: is no part of a step")
             proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
+        for row in self.reader.own.values():
+            proof.lines.append(f"{row.op} is what its rule says, {row.text}, which is not proved")
         proof.nodes = len(self.table.nodes)
         return proof
 

@@ -6,7 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from .letters import Affine, Divide, DivideAxis, Instead, Letter, Number, Read, length_of, reduced, substitute
+from .letters import (
+    Affine,
+    Divide,
+    DivideAxis,
+    Letter,
+    Number,
+    Read,
+    divided,
+    length_of,
+    reduced,
+    substitute,
+)
 from .meaning import Table, Value
 from .text import Atom, Dim, Mesh, Refused, Type
 
@@ -15,7 +26,12 @@ MICROBATCH = "#"
 Dims = Sequence[Sequence[Letter]]
 
 
-def refined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _ends(chain: Sequence[int]) -> set[int]:
+    """Return the sizes of all last parts of a list of factors."""
+    return {math.prod(chain[at:]) for at in range(len(chain) + 1)}
+
+
+def refined(chains: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the factors of a size into which several lists of its factors all divide, major first.
 
     >>> refined([(8, 128), (4, 256), (1024,)])
@@ -24,13 +40,7 @@ def refined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     Raises:
         Refused: they have no common factors in this order.
     """
-    ends = {1}
-    for chain in chains:
-        end = 1
-        for size in reversed(chain):
-            end *= size
-            ends.add(end)
-    ordered = sorted(ends)
+    ordered = sorted(set[int]().union(*map(_ends, chains)))
     factors = []
     for small, large in itertools.pairwise(ordered):
         if large % small:
@@ -100,18 +110,9 @@ class Tensors:
             try:
                 return self.table.value(compute(reads, sizes), dims, sizes)
             except Divide as request:
-                reads, dims, sizes = self.divided(request, reads, dims, sizes)
-
-    def divided(
-        self, request: Divide, reads: Sequence[Read], dims: Dims, sizes: Mapping[Letter, int]
-    ) -> tuple[list[Read], Dims, dict[Letter, int]]:
-        """Divide a letter into two."""
-        letter, (outer, inner) = request.letter, request.sizes
-        major, minor = (letter, "major"), (letter, "minor")
-        index = Instead({letter: (0, ((major, inner), (minor, 1)))})
-        reads = [read._replace(maps=substitute(read.maps, index)) for read in reads]
-        dims = [[part for at in dim for part in ((major, minor) if at == letter else (at,))] for dim in dims]
-        return reads, dims, {**sizes, major: outer, minor: inner}
+                if request.letter not in sizes:
+                    raise Refused("places are compared in too many ways") from None
+                reads, dims, sizes = divided(request, reads, dims, sizes)
 
     def product(
         self,
@@ -209,14 +210,17 @@ class Tensors:
         """Return a value with the same entries, in their order, in another shape.
 
         Raises:
-            Refused: the shapes have different numbers of entries, or split each other's dims unevenly.
+            Refused: the shapes have different numbers of entries.
         """
         if value.shape == tuple(shape):
             return value
         flat = [size for dim in value.dims for size in dim]
         if math.prod(flat) != math.prod(shape):
             raise Refused(f"{list(value.shape)} is reshaped to {list(shape)}")
-        parts = refined([tuple(flat), tuple(size for size in shape if size != 1)])
+        try:
+            parts = refined([tuple(flat), tuple(size for size in shape if size != 1)])
+        except Refused:
+            return self.reshape(self._even(value, flat, shape), shape)
         sizes = dict(enumerate(parts))
         index = dict(enumerate(_spread(flat, range(len(parts)), sizes)))
         dims, at = [], 0
@@ -228,6 +232,18 @@ class Tensors:
                 at += 1
             dims.append(dim)
         return self.view(value, dims, index, sizes)
+
+    def _even(self, value: Value, flat: Sequence[int], shape: Sequence[int]) -> Value:
+        """Return a value in which dims that a shape splits unevenly are one loop of a node."""
+        common = sorted(_ends(flat) & _ends(shape), reverse=True)
+        value = self.reshape(value, [whole // inner for whole, inner in itertools.pairwise(common)])
+        for dim, (whole, inner) in enumerate(itertools.pairwise(common)):
+            new = sorted({end // inner for end in _ends(shape) if inner <= end <= whole})
+            try:
+                refined([value.dims[dim], [large // small for small, large in itertools.pairwise(new)][::-1]])
+            except Refused:
+                value = self.flat(value, dim)
+        return value
 
     def permute(self, value: Value, order: Sequence[int]) -> Value:
         """Return a value with its dims in another order."""
@@ -381,9 +397,12 @@ class Tensors:
         dims: Dims = [letters[name] for name in names[0]]
         while reads[0] != reads[1]:
             try:
-                return self.table.part(reads[0], sizes) == self.table.part(reads[1], sizes)
+                parts = [self.table.part(read, sizes) for read in reads]
+                return parts[0] == parts[1] or self.table.unnamed(parts[0], sizes) == self.table.unnamed(
+                    parts[1], sizes
+                )
             except Divide as request:
-                reads, dims, sizes = self.divided(request, reads, dims, sizes)
+                reads, dims, sizes = divided(request, reads, dims, sizes)
         return True
 
     # ---- ranks that count in reverse: which place ``~cp`` is depends on the part of a dim that it stands in
@@ -509,7 +528,13 @@ class Tensors:
         return parts[0] if len(parts) == 1 else self.cat(parts, len(dims))
 
     def cut(self, value: Value, type_: Type) -> Value:
-        """Return one rank's piece of a whole value, as a type splits it."""
+        """Return one rank's piece of a whole value, as a type splits it.
+
+        Raises:
+            Refused: it is the type of values of another shape.
+        """
+        if value.shape != type_.shape:
+            raise Refused(f"a value of {list(value.shape)} is split as one of {list(type_.shape)}")
         for dim, stretches in enumerate(type_.dims):
             parts, start = [], 0
             for stretch in stretches:
@@ -567,8 +592,9 @@ class Tensors:
 
     def flat(self, value: Value, dim: int) -> Value:
         """Return a value whose dim is one loop of a node: ranks split it across its parts."""
+        factor, rest = self.factored(value)
         names = list(range(len(value.dims)))
-        return self.opaque("flat", (), [value], [names], names, [dim])
+        return self.times(factor, self.opaque("flat", (), [rest], [names], names, [dim]))
 
     def _by_stretch(self, value: Value, dim: int, outer: Sequence[int], change: Callable[[Value], Value]) -> Value:
         """Return a value whose parts along a dim, of these proportions, are changed each."""

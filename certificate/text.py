@@ -181,7 +181,7 @@ class Program:
 
 _HEAD = re.compile(r'"""parc program: role (\w+), action (\w+)"""')
 _MESH = re.compile(r"mesh\(((?:\w+=(?:[1-9]\d*(?:\*[1-9]\d*)*|[a-z_]\w*(?:\*\w+)*)(?:, )?)*)\)")
-_OPERATORS = re.compile(r"operators\('[\w.:]+'(?:, '[\w.:]+')*\)")
+_OPERATORS = re.compile(r'operators\("[\w.:]+"(?:, "[\w.:]+")*\)')
 _PARAMETER = re.compile(r'    (\w+): "([^"]+)",(?:  # (.+))?')
 _LINE = re.compile(r"    (\w+(?:, \w+)*) = ([\w.]+)\((.*)\)  # (.+?) \| (.*)")
 _RETURN = re.compile(r'        "([^"\\]+)": (\w+),')

@@ -35,7 +35,8 @@ row("aten.detach.default", constant=True)(ROWS["aten.alias.default"])
 @row("aten._to_copy.default")
 def _(c: Call) -> Value:
     dtype, have = c.kwargs.pop("dtype").text, c.types[0].dtype
-    if dtype in FLOATS or (have in WHOLE and dtype in _WIDER[WHOLE.index(have) :]):
+    wider = have in WHOLE and dtype in _WIDER[WHOLE.index(have) :] and (have, dtype) != ("u8", "torch.int8")
+    if dtype in FLOATS or wider:
         return c.operand(0)
     return c.tensors.pointwise("whole", [c.args[0]], dtype)
 
@@ -407,6 +408,8 @@ def _rolled(c: Call, x: Value, sign: int) -> Value:
     if not dims:
         x, dims = t.reshape(x, (math.prod(shape),)), [0]
     dims = listed(dims, len(x.dims))
+    if len(set(dims)) < len(dims):
+        raise Refused(f"{c.line.op} of one dim twice has no rule")
     names: list[Any] = [("from" if at in dims else "stays", at) for at in range(len(x.dims))]
     leaves = [t.leaf("rolled", (size, size), (sign * shift % size,))
               for size, shift in zip([x.shape[dim] for dim in dims], shifts, strict=True)]  # fmt: skip

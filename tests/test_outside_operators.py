@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from certificate.step import certify_texts
+from certificate.text import Refused
 from parc.compiler.ops.factors import RuleError
 from parc.compiler.ops.rules import facts, register
 from parc.compiler.program.program import Line
@@ -53,9 +55,11 @@ sevens.register_fake(lambda size, **how: torch.empty(size, **how))
 def keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output)
 
-def mix_back(ctx, g):
-    x, weight, _ = ctx.saved_tensors
+@torch.library.custom_op("outside::mix_back", mutates_args=())
+def mix_back(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return g @ weight, g.flatten(0, -2).t() @ x.flatten(0, -2)
+
+mix_back.register_fake(lambda g, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
 
 def rows_back(ctx, g):
     table, index, _ = ctx.saved_tensors
@@ -63,15 +67,21 @@ def rows_back(ctx, g):
 
 squash.register_autograd(lambda ctx, g: g * (1 - ctx.saved_tensors[1] ** 2), setup_context=keep)
 total.register_autograd(lambda ctx, g: g.unsqueeze(-1).expand(ctx.saved_tensors[0].shape), setup_context=keep)
-mix.register_autograd(mix_back, setup_context=keep)
+mix.register_autograd(lambda ctx, g: mix_back(g, *ctx.saved_tensors[:2]), setup_context=keep)
 rows.register_autograd(rows_back, setup_context=keep)
 turned.register_autograd(lambda ctx, g: g.transpose(1, 2), setup_context=keep)
 
-parc.register_rule("outside.squash.default", "... -> ...", elementwise=True)
-parc.register_rule("outside.total.default", "... d -> ...", linear="0", precision="sensitive", reduces="sum")
-parc.register_rule("outside.mix.default", "... k, n k -> ... n", linear="0|1", precision="product")
-parc.register_rule("outside.rows.default", "v! d, ... -> ... d", linear="0", moves="index", counted=(0, 0))
-parc.register_rule("outside.turned.default", "b s d -> b d s", linear="0", moves="dims")
+parc.register_rule("outside.squash.default", "... -> ...", elementwise=True, gradient="g * (1 - y ** 2)")
+parc.register_rule("outside.total.default", "... d -> ...", linear="0", precision="sensitive", reduces="sum",
+                   gradient="wide(g, x, -1)")
+parc.register_rule("outside.mix.default", "... k, n k -> ... n", linear="0|1", precision="product",
+                   gradient="outside.mix_back.default(g, x, weight)")
+parc.register_rule("outside.mix_back.default", "... n, ... k, n k -> ... k, n k", linear="0", precision="product",
+                   backward=True)
+parc.register_rule("outside.rows.default", "v! d, ... -> ... d", linear="0", moves="index", counted=(0, 0),
+                   gradient="aten.embedding_dense_backward.default(g, index, table.shape[0], -1, False)")
+parc.register_rule("outside.turned.default", "b s d -> b d s", linear="0", moves="dims",
+                   gradient="'b d s -> b s d'(g)")
 parc.register_rule("outside.sevens.default", "-> b d s", number=7,
                    localize=lambda call, operands, results: [(0, "size", list(results[0]))])
 
@@ -138,6 +148,48 @@ def test_an_operator_of_each_family_is_one_row(folder: Path, lines: str) -> None
     assert {line.op.split(".")[1] for line in found} == NAMES
     split = {line.op.split(".")[1] for line in found if line.made[0].type.placement.split_axes()}
     assert split == (NAMES if lines == DATA else {"mix", "squash"})
+
+
+@pytest.mark.parametrize("lines", [DATA, TENSOR], ids=["dp", "tp"])
+def test_a_build_with_operators_from_outside_is_certified_by_their_rules(folder: Path, lines: str) -> None:
+    """The certificate says what it takes as given: each rule, and the gradient that it has."""
+    build = built(folder, lines).build
+    proof = certify_texts(build.texts, build.manifest)
+    assert proof.lines[0] == "stage0: the loss, 3 gradients, the norm"
+    told = "outside.squash.default is what its rule says, `... -> ...` with the gradient `g * (1 - y ** 2)`"
+    assert f"{told}, which is not proved" in proof.lines
+
+
+@pytest.mark.parametrize(
+    ("op", "fact", "other", "why"),
+    [
+        ("squash", "gradient", "g * (1 - y)", "is not what model.py says"),
+        ("mix", "gradient", "outside.mix_back.default(g, x, x)", "has no such gradient"),
+        ("total", "rule", "... d! -> ... d!", "`total` has the shape"),
+        ("mix", "rule", "... k!, n k! -> ... n", "is not what model.py says"),
+        ("squash", "gradient", "", "no derivative for `outside.squash.default`: give its rule `gradient="),
+        ("squash", "gradient", "g * (", "its operators are none"),
+        ("squash", "gradient", "unknown.op.default(g)", "`unknown.op.default` has no rule"),
+        ("rows", "gradient", "g", "is reshaped to"),
+    ],
+)
+def test_a_certificate_holds_by_the_rules_in_the_manifest_alone(
+    folder: Path, op: str, fact: str, other: str, why: str
+) -> None:
+    build = built(folder, TENSOR).build
+    name = f"outside.{op}.default"
+    rows = {**build.manifest["operators"], name: {**build.manifest["operators"][name], fact: other}}
+    with pytest.raises(Refused, match=why):
+        certify_texts(build.texts, {**build.manifest, "operators": rows})
+
+
+def test_operators_of_torch_get_no_rule_from_a_manifest(folder: Path) -> None:
+    build = built(folder, DATA).build
+    rows = {"aten.mm.default": build.manifest["operators"]["outside.mix.default"]}
+    with pytest.raises(Refused, match=r"`aten\.mm\.default` is no operator of one's own"):
+        certify_texts(build.texts, {**build.manifest, "operators": rows})
+    with pytest.raises(Refused, match=r"no rule for `outside\.rows\.default`"):
+        certify_texts(build.texts, {**build.manifest, "operators": {}})
 
 
 def test_an_operator_from_outside_is_costed_by_its_row(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
+from ..ops.rules import facts, registered, registered_row
 from ..padding.pads import pads_from
 from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, work_kinds
 from ..program.binding import PARAMETERS
-from ..program.program import Fault, Program
+from ..program.program import Fault, Program, operator
 from ..program.roles import Role
 from ..program.step_values import residual_of
 from ..sizes.size_range import BATCH
@@ -33,6 +34,26 @@ def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[s
         ),
         "role": programs[FORWARD].role,
     }
+
+
+def operator_facts(programs: Iterable[Program]) -> dict[str, dict[str, Any]]:
+    """Return what a certificate takes as given of a person's own operators: the registered rules of those that programs
+    use, and of those that their gradients name, with torch's names of their arguments."""
+    rows: dict[str, dict[str, Any]] = {}
+    left = sorted({op for program in programs for op in program.operators})
+    while left:
+        op = left.pop()
+        known = registered_row(op)
+        if known is None or op in rows:
+            continue
+        arguments = [each for each in operator(op)._schema.arguments if each.name != "device"]  # programs name none
+        rows[op] = dict(zip(("rule", "linear", "gradient"), known, strict=True)) | {
+            "number": facts(op).number,
+            "arguments": [argument.name for argument in arguments],
+            "defaults": {each.name: each.default_value for each in arguments if each.has_default_value()},
+        }
+        left += [name for name in registered() if name in rows[op]["gradient"]]
+    return dict(sorted(rows.items()))
 
 
 def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:

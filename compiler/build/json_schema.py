@@ -107,6 +107,10 @@ MANIFEST_FORM: Form = {
     "parameters": Each(str),
     "padding": Each([FieldRow(int, 4)]),
     "updates": [str],
+    "operators?": Each({
+        "rule": str, "linear": str, "gradient": str, "number": (int, float, _NULL), "arguments": [str],
+        "defaults": _LITERALS,
+    }),
     "constants": _CONSTANTS,
     "evaluation?": {
         "every": (int, _NULL), "batches": (int, _NULL), "data": Maybe(SAMPLES_FORM), "constants": _CONSTANTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ..layout.mesh import Mesh
@@ -53,7 +54,7 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
     updated: dict[Binding, str] = {}
     for row in _present_rows(programs):
         action, main = row.kind, programs[row.kind].main
-        for twice in {binding for binding in main.bindings if main.bindings.count(binding) > 1}:
+        for twice in (binding for binding, count in Counter(main.bindings).items() if count > 1):
             yield Fault("types", action, f"takes `{twice}` twice")
         for value in main.parameters:
             kind, binding = value.kind, value.binding
@@ -81,18 +82,20 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
     has_loss = any(LOSS in dict(programs[kind].main.returns) for kind in (FORWARD, AVERAGING))
     for row in _present_rows(programs):
         main = programs[row.kind].main
-        keys = [key for key, _ in main.returns]
+        keys = dict.fromkeys(key for key, _ in main.returns)
         kinds = row.returns if has_loss else [kind for kind in row.returns if kind not in _OF_LOSS]
-        expected = [key for kind in kinds for key in _required_results(kind, row, main, stored, trained)]
-        for key in dict.fromkeys([*expected, *keys]):
+        expected = {key: None for kind in kinds for key in _required_results(kind, row, main, stored, trained)}
+        for key in {**expected, **keys}:
             if (key in keys) != (key in expected):
                 why = "is not returned" if key in expected else "is returned, but nobody takes it"
                 yield Fault("types", row.kind, f"`{key.key_in(row.kind)}` {why}")
         trained |= dict.fromkeys(key for key in keys if row.works and key.kind == "gradient")
     for row in _present_rows(programs):
         main, values = programs[row.kind].main, programs[row.kind].main.values()
+        persistent = {v.binding: v.type for v in reversed(main.parameters)
+                      if v.binding is not None and v.binding.kind in _PERSISTENT}  # fmt: skip
         for key, name in main.returns:
-            before = next((v.type for v in main.parameters if v.binding == key and key.kind in _PERSISTENT), None)
+            before = persistent.get(key)
             if before is not None and before != values[name].type:
                 yield Fault("types", f"{row.kind} {key}", f"is not placed as the {key.kind} that it updates")
             if key.kind == "output" and values[name].type.placement.partial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,8 @@ def certificate_of(build: Build) -> Certificate:
 def not_certified(model: Directive, certificate: Certificate, on: str) -> Diagnostic:
     """Return the error of a build without a certificate whose numbers are tested on a smaller one."""
     message = f"not certified, and too large to be tested itself: {certificate.missing}"
-    help_ = "give the operator a row (docs/certificates.md), or write the build all the same with `--uncertified`"
+    help_ = "write the build all the same with `--uncertified`"
+    if re.search(r"no (rule|derivative) for `", certificate.missing):
+        help_ = f'give the operator a rule, `parc.register_rule("…", "…", gradient="…")` (docs/adding.md), or {help_}'
     notes = (f"its numbers are tested on {on}", *certificate.notes[:_MOST_NOTES])
     return Diagnostic(NOT_CERTIFIED, message, Label(model.arguments.statement.span), help=help_, notes=notes)

@@ -12,7 +12,7 @@ import torch
 
 import parc
 from parc.compiler.build.build import EVALUATION, Build, program_file
-from parc.compiler.build.facts import program_facts, stored_in
+from parc.compiler.build.facts import operator_facts, program_facts, stored_in
 from parc.compiler.build.first_check import FirstCheck, first_check_texts
 from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
@@ -187,6 +187,9 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
     when it is written."""
     plan, built, evaluation = compiled.plan, compiled.built, compiled.evaluation
     facts = plan_facts(plan)
+    parts = [part.built for part in (compiled, evaluation) if part is not None]
+    written = [program for part in parts for role in part.roles.values() for program in role.values()]
+    operators = operator_facts([*written, *(part.reference for part in parts)])
     return {
         **facts,
         **program_facts(built.programs, built.reference),
@@ -203,6 +206,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "aliases": dict(compiled.captured.aliases),
         "exported": state_facts(compiled.recorded, stored_in(built.programs), compiled.captured.aliases),
         "padding": facts_of(compiled.pads),
+        **({"operators": operators} if operators else {}),
         "constants": constant_facts(compiled),
         "divisions": division_facts(compiled),
         **({} if evaluation is None else

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -218,6 +218,66 @@ def test_a_row_means_what_torch_computes_of_another_rows_results(at: int) -> Non
             for value, want in zip(have, expected, strict=True):
                 _close(numbers.value(value, ranks), want)
             both.args = [*one, *two]
+
+
+def _others(have: Any, kind: str) -> list[Any]:
+    """Return other values of an argument of torch's: another number, flag, word or list."""
+    if any(word in kind for word in ("Tensor", "Device", "Layout", "Generator", "MemoryFormat")):
+        return []
+    if "ScalarType" in kind:
+        return [Word("torch.int64")]
+    if isinstance(have, bool) or "bool" in kind:
+        return [not have]
+    if isinstance(have, str) or "str" in kind:
+        return [word for word in ("none", "tanh", "floor", "trunc", "left", "right", "valid", "same") if word != have]
+    if isinstance(have, list | tuple):
+        have = list(have)
+        each = [[*have[:at], o, *have[at + 1 :]] for at, item in enumerate(have) for o in _others(item, "number")]
+        return [*each, have[::-1], have[:-1]]
+    if have is None:
+        return [[1], [2, 1]] if "List" in kind else [0.3, 2.0] if "float" in kind or "number" in kind else [0, 1]
+    return [have + 1, have - 1, 0, -have, 2 * have, *([have + 0.37] if kind == "number" else [])]
+
+
+def _changed(at: int, random_: random.Random) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    """Yield a case with one argument after the other that is no tensor as it is not, defaults among them."""
+    op, make, kwargs = CASES[at]
+    args, schema = make(), _operator(op)._schema.arguments
+    for place, argument in enumerate(schema):
+        default = argument.default_value if argument.has_default_value() else None
+        have = args[place] if place < len(args) else kwargs.get(argument.name, default)
+        others = [other for other in _others(have, str(argument.type)) if other != have]
+        if not others:
+            continue
+        other = random_.choice(others)
+        if place < len(args):
+            yield op, [*args[:place], other, *args[place + 1 :]], kwargs
+        elif argument.kwarg_only or kwargs:
+            yield op, args, {**kwargs, argument.name: other}
+        else:
+            yield op, [*args, *(each.default_value for each in schema[len(args) : place]), other], kwargs
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_no_row_ignores_an_argument(part: int) -> None:
+    """A row with another argument means what torch computes then, or is refused."""
+    random_, right = random.Random(part), 0
+    for at in range(part, len(CASES), 8):
+        torch.manual_seed(at)
+        for op, args, kwargs in _changed(at, random_):
+            case = Case(op, args, kwargs, {})
+            try:
+                expected = case.torch({}, case.tensors)
+                _, results = case.reader.line(case.line(expected), case.values, case.types)
+                numbers = Numbers(case.table, case.given)
+                have = [numbers.value(value, {"tp": 0, "dp": 0}) for value in results]
+            except (Refused, RuntimeError, *programs.UNREADABLE):  # no such line, or not one that torch runs
+                continue
+            for got, want in zip(have, expected, strict=True):
+                if want is not None and got.shape == want.shape:  # others are no results that a line may have
+                    torch.testing.assert_close(got, want.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
+            right += 1
+    assert right > 30
 
 
 def test_every_row_of_torchs_operators_is_compared() -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "operator_name",
     "register",
     "registered",
+    "registered_row",
     "rule_for",
 ]
 
@@ -44,7 +45,7 @@ for _name, _row in TABLE.items():
     _PACKETS.setdefault(_name.rpartition(".")[0], _row)
 _UNKNOWN = OpRow()
 
-_REGISTERED: dict[str, tuple[str, str, Mapping[str, Any]]] = {}
+_REGISTERED: dict[str, tuple[str, str, str, Mapping[str, Any]]] = {}
 
 
 _NAMES: dict[int, tuple[object, str]] = {}
@@ -117,7 +118,9 @@ def localize(
     return tuple(args), kwargs
 
 
-def register(op: str, text: str, *, linear: str = "", localize: Localize | None = None, **facts: Any) -> None:
+def register(
+    op: str, text: str, *, linear: str = "", gradient: str = "", localize: Localize | None = None, **facts: Any
+) -> None:
     """Give a custom operator its row: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
 
     The text names the dims of the tensor operands, then those of the results. Dims with one name are split together. If
@@ -125,6 +128,12 @@ def register(op: str, text: str, *, linear: str = "", localize: Localize | None 
     operator needs whole, ``...`` is any number of dims, ``(b s)`` is one dim made of several, and ``1`` is a dim that
     belongs to no other. ``linear`` lists the operands, by position, in which the operator is linear; sums of these over
     ranks may be done later. ``0|1`` means either of them, ``01`` both together. The same line twice is harmless.
+
+    ``gradient`` says what the operator's derivative is, so that builds of models with it are certified. It is the
+    operator that returns the gradients of the tensors, ``"mylib.mix_back.default(g, x, weight)"``, with a rule of its
+    own; or a meaning for each of them, such as ``"g * (1 - y * y)"``, in the words of ``certificate/rows.txt``. The
+    names are those of the arguments; ``g`` is the gradient of the first result and ``y`` that result, ``g1`` and ``y1``
+    are the second's.
 
     ``localize`` is for an operator with arguments that are sizes. ``localize(call, operands, results)`` returns a
     rank's values of these arguments, from the local shapes, as ``(position, name, value)``. ``facts`` are further facts
@@ -135,7 +144,12 @@ def register(op: str, text: str, *, linear: str = "", localize: Localize | None 
     Raises:
         RuleError: the text is malformed, a fact does not exist, or the operator already has another rule.
     """
-    said = text, linear, {name: fact for name, fact in facts.items() if not callable(fact)}  # code is not compared
+    said = (
+        text,
+        linear,
+        gradient,
+        {name: fact for name, fact in facts.items() if not callable(fact)},
+    )  # code is not compared
     if _REGISTERED.get(op) == said:
         return
     names = {field.name for field in fields(OpFacts)}
@@ -156,4 +170,10 @@ def register(op: str, text: str, *, linear: str = "", localize: Localize | None 
 
 def registered() -> Mapping[str, str]:
     """Return the operators whose rule a user registered, with its text."""
-    return {op: text for op, (text, _, _) in _REGISTERED.items()}
+    return {op: text for op, (text, *_) in _REGISTERED.items()}
+
+
+def registered_row(op: str) -> tuple[str, str, str] | None:
+    """Return the rule, the operands in which it is linear, and the gradient of an operator that a user registered."""
+    known = _REGISTERED.get(op)
+    return None if known is None else known[:3]
