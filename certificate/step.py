@@ -197,7 +197,7 @@ class Step:
             if p.binding.startswith("parameter ") and p.type.dtype.startswith(("f", "bf"))
         }
         self.gradients: dict[str, Value] = {}
-        if any(action == "B" for _, action in self.build.programs):
+        if self.build.trains:
             start = {dict(forward.returns)["loss"]: scales["scale"]}
             gradients = self.reader.gradients(calls, start, list(trained))
             self.gradients = {trained[name]: self.over_microbatches(value) for name, value in gradients.items()}
@@ -265,7 +265,7 @@ class Step:
         self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
         self.pieces = {name: self._piece(name) for name in self.gradients if name not in self.padding}
         self._ahead()
-        trains = any(action == "B" for _, action in self.build.programs)
+        trains = self.build.trains
         saved = self._forwards()
         if trains:
             self._backwards(saved)
@@ -363,15 +363,29 @@ class Step:
         return saved
 
     def _backwards(self, saved: Mapping[int, Mapping[str, Value]]) -> None:
-        """Run B of every stage, and add its gradients to those of the role."""
+        """Run B of every stage, or I and W, and add the gradients to those of the role. A stage that does both makes
+        the same by both."""
         sent: dict[str, Value] = {}
         for stage, role in sorted(self.stages.items(), reverse=True):
-            program = self._needed(stage, "B")
-            known = {**self.shared, **self.weights[role].values, **saved[stage], **_received(sent)}
-            each = self.run(program, known).values
+            given = {**self.shared, **self.weights[role].values}
+            read = {"B": {**given, **saved[stage], **_received(sent)}}
+            done = self.build.work_of(stage)
+            program = self._needed(stage, done[-1])
+            each: dict[str, Value] = {}
+            if "B" in done:
+                each = dict(self.run(self._needed(stage, "B"), read["B"]).values)
+            if "I" in done:
+                phases = self._phases(stage, given, read)
+                if each and (phases.keys() != each.keys() or not all(self._equal(phases[k], each[k]) for k in each)):
+                    raise Refused(f"{program.file}: I and W of the stage make other gradients than B")
+                each = phases
             sent = {key: value for key, value in each.items() if key.startswith("sent ")}
             parts = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
             sums = {key: self.over_microbatches(value) for key, value in parts.items()}
+            for other in {*done} - {done[-1], "F"}:
+                unused = self._needed(stage, other)
+                if f"{_main(unused).name}_last" in unused.functions:
+                    raise Refused(f"{unused.file}: is not what the stage does last, and has a function for that")
             last = f"{_main(program).name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
@@ -379,15 +393,33 @@ class Step:
                     f"gradient {key}": self.reader.alike.value("before", [total, parts[key]], self._difference)
                     for key, total in sums.items()
                 }
-                at_end = self.run(program, {**known, **before}, function=last)
-                begun = self._last(program, at_end, each)
-                sums |= begun
+                at_end = self.run(program, {**read[done[-1]], **before}, function=last)
+                made = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
+                sums |= self._last(program, at_end, made)
                 self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
             gradients = self.partial[role]
             for key, value in sums.items():
                 gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
         if sent:
             raise Refused(f"the first stage sends `{min(sent)}`")
+
+    def _phases(
+        self, stage: int, given: Mapping[str, Value], read: dict[str, dict[str, Value]]
+    ) -> dict[str, Value]:
+        """Run I and W of a stage: I returns what it sends and what is deferred, W gradients. ``read`` has what B may
+        read, and gets what W may."""
+        inputs, weights = self._needed(stage, "I"), self._needed(stage, "W")
+        first = self.run(inputs, read["B"]).values
+        kinds: dict[str, dict[str, Value]] = {"sent": {}, "deferred": {}}
+        for key, value in first.items():
+            if (kind := key.partition(" ")[0]) not in kinds:
+                raise Refused(f"{inputs.file}: returns `{key}`, which is neither sent nor deferred")
+            kinds[kind][key] = value
+        read["W"] = {**given, **kinds["deferred"]}
+        second = self.run(weights, read["W"]).values
+        if wrong := [key for key in second if key.startswith("sent ")]:
+            raise Refused(f"{weights.file}: returns `{wrong[0]}`")
+        return {**kinds["sent"], **second}
 
     def _difference(self, one: Value, other: Value) -> Value:
         return self.tensors.plus(one, other, by=(1, -1))
@@ -612,7 +644,7 @@ def _type_of(function: Function, name: str) -> Type:
 def _place(program: Program, binding: str) -> str:
     """Return a name for what programs hand to each other: what is saved belongs to a stage."""
     kind, _, name = binding.partition(" ")
-    return f"{program.role} {binding}" if kind == "saved" else f"sent {name}" if kind == "received" else binding
+    return f"{program.role} {binding}" if kind in ("saved", "deferred") else f"sent {name}" if kind == "received" else binding
 
 
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:

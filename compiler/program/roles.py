@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..layout.collectives import MESSAGE, WAIT
 from ..ops.rules import facts
-from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, step_kinds
+from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, phases_of, step_kinds
 from .binding import Binding
-from .plain import EarlyFault, RingFault, in_reduce, without_rings
+from .plain import EarlyFault, RingFault, SplitFault, in_reduce, whole_steps, without_rings
 from .program import Function, Line, Program, Ref, Value, map_references, needed
 from .rewriter import FreshNames, LineWriter
 
@@ -75,8 +75,13 @@ def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
         for key, program in programs.items():
             if (stage := stage_key(key)) is not None:
                 by_stage.setdefault(stage[0], {})[stage[1]] = program
-    kinds = set().union(*by_stage.values(), (row.kind for row in step_kinds("work") if not row.optional))
-    if sorted(by_stage) != list(range(len(by_stage))) or any(set(work) != kinds for work in by_stage.values()):
+    kinds = {kind for work in by_stage.values() for kind in work if not ACTIONS[kind].instead_of}
+    kinds.update(row.kind for row in step_kinds("work") if not row.optional)
+
+    def lacks(work: StageWork) -> bool:
+        return any(kind not in work and not all(phase in work for phase in phases_of(kind) or [""]) for kind in kinds)
+
+    if sorted(by_stage) != list(range(len(by_stage))) or any(map(lacks, by_stage.values())):
         needed = " and ".join(kind for kind in ACTIONS if kind in kinds)
         raise JoinFault(f"stages {sorted(by_stage)} are not all there with their {needed}")
     return {stage: by_stage[stage] for stage in sorted(by_stage)}
@@ -119,8 +124,8 @@ def join_roles(roles: Mapping[str, Programs], rings: bool = False) -> dict[str, 
     """
     try:
         read = roles if rings else {name: as_checked(programs) for name, programs in roles.items()}
-        roles = {name: in_reduce(programs) for name, programs in read.items()}
-    except (EarlyFault, RingFault) as fault:
+        roles = {name: in_reduce(programs) for name, programs in whole_steps(read).items()}
+    except (EarlyFault, RingFault, SplitFault) as fault:
         raise JoinFault(str(fault)) from None
     if len(roles) == 1:
         return dict(next(iter(roles.values())))

@@ -11,21 +11,33 @@ from pathlib import Path
 
 from ..program.actions import Action, StageRanks, stage_ranks, whole_step
 from .gpipe import gpipe
-from .interleaved import interleaved
+from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
 from .one_f_one_b import one_f_one_b
 from .table import table_schedule
+from .v_shapes import dualpipev, zbv
+from .zero_bubble import split_last, zb_h1, zb_h2
 
+Kinds = tuple[str, ...]
 ScheduleFunction = Callable[[int, int, int], tuple[tuple[Action, ...], ...]]
 
 SCHEDULES: Mapping[str, ScheduleFunction] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
-ONE_CHUNK = ("gpipe", "1f1b")
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """The schedules with one stage on each rank."""
+V_SHAPES = ("zbv", "dualpipev")
+"""The schedules that go down the ranks and come back up: two stages on each rank."""
+SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
+"""The schedules with several stages on each rank, and those that they are with one."""
 MOST_WORK = 1_000_000
 """The most forwards of a step: these take seconds to list and prove."""
 EARLY = ("1f1b", "interleaved")
@@ -41,10 +53,11 @@ def timelines(
     axis: str = "pp",
     also: Collection[str] = (),
     text: str = "",
+    as_run: bool = False,
 ) -> dict[str, tuple[Action, ...]]:
     """Return the timeline of every role ``{axis}{rank}``: ``SCALE``, the schedule's work with its messages, ``REDUCE``
     and ``STEP``. ``also`` names optional kinds of the step, such as ``COUNT``. ``text`` is the table of the schedule
-    called ``table``.
+    called ``table``. With ``as_run`` some backwards are in two phases, as builds run them (``split_last``).
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
@@ -55,7 +68,9 @@ def timelines(
         ValueError: ``problem`` says why.
     """
     work = _schedule_work(name, stages, microbatches, chunks, text)
-    first = {rank: stage for stage, rank in reversed([*enumerate(stage_ranks(work))])}
+    ranks = stage_ranks(work)
+    first = {rank: stage for stage, rank in reversed([*enumerate(ranks)])}
+    work = split_last(work, ranks) if as_run else work
     return {
         f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
         for rank, actions in enumerate(add_messages(work))
@@ -72,6 +87,23 @@ def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, tex
         ValueError: ``problem`` says why.
     """
     return stage_ranks(_schedule_work(name, stages, microbatches, chunks, text))
+
+
+def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> tuple[Kinds, ...]:
+    """Return, for each stage, the kinds of work that it does as builds run a schedule, the last of the step last.
+
+    >>> kinds_of_stages("1f1b", 2, 2)
+    (('F', 'B'), ('F', 'I', 'W'))
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    work = _schedule_work(name, stages, microbatches, chunks, text)
+    kinds: list[dict[str, None]] = [{} for _ in range(stages)]
+    for action in (action for actions in split_last(work, stage_ranks(work)) for action in actions):
+        kinds[action.stage].pop(action.kind, None)
+        kinds[action.stage][action.kind] = None
+    return tuple(map(tuple, kinds))
 
 
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
@@ -97,8 +129,10 @@ def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text:
         raise ValueError(
             f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `interleaved`"
         )
-    if chunks == 1 and name == "interleaved":
-        raise ValueError("`interleaved` has 2 or more stages a rank: write `chunks 2`, or choose `1f1b`")
+    if chunks == 1 and name in SEVERAL_CHUNKS:
+        raise ValueError(f"`{name}` has 2 or more stages a rank: write `chunks 2`, or choose `{SEVERAL_CHUNKS[name]}`")
+    if chunks != 2 and name in V_SHAPES:
+        raise ValueError(f"`{name}` has 2 stages a rank, not {chunks}: remove `chunks`")
     if stages % chunks:
         raise ValueError(
             f"{stages} stages do not divide into {chunks} chunks: on p ranks, write p times {chunks} stages"

@@ -49,13 +49,14 @@ class Timeline:
 
 
 def peak_live(actions: Sequence[Action]) -> int:
-    """Return the most microbatches of which a role holds activations for backward at one time. Each stage of the role
-    counts separately.
+    """Return the most microbatches of which a role holds activations for backward at one time: from F to B, or to W
+    where a backward has two phases. Each stage of the role counts separately.
 
-    >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
+    >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2".split()])
     2
     """
-    return max(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in actions), initial=0))
+    changes = ((a.kind == FORWARD) - (a.works and "gradient" in ACTIONS[a.kind].returns) for a in actions)
+    return max(accumulate(changes, initial=0))
 
 
 Times = float | Sequence[float] | Callable[[Action], float]
@@ -68,22 +69,19 @@ def simulate(
     backward: Times = 2,
     *,
     work: Times | None = None,
-    after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
     """Simulate timelines whose ``F`` and ``B`` take these times, and other work its slots; ``work``, if given, is the
-    time of every kind of work. ``after`` is the time of further work behind each ``SEND_B``, while the message is in
-    flight. Everything else takes no time. The makespan is the longest path through the work and messages of all roles.
+    time of every kind of work. Everything else takes no time. The makespan is the longest path through the work and
+    messages of all roles.
 
     A message arrives ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
         ValueError: the timelines deadlock, or a message is never sent.
     """
-    late = send_kind(BACKWARD)
     times: dict[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
     times |= {FORWARD: forward, BACKWARD: backward} if work is None else dict.fromkeys(times, work)
-    times[late] = after
     spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
@@ -99,8 +97,7 @@ def simulate(
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
-                end = start + _time_of(times.get(action.kind, 0), action)
-                sent[action] = start if action.kind == late else end
+                end = sent[action] = start + _time_of(times.get(action.kind, 0), action)
                 done.append(TimeSpan(action, start, end))
                 moved = True
     stuck = [

@@ -25,6 +25,8 @@ from ..program.actions import (
     ActionRow,
     Purpose,
     StageRanks,
+    kinds_to,
+    phases_of,
     receive_kind,
     send_kind,
     step_kinds,
@@ -268,9 +270,9 @@ def check_timelines(
         return [_timeline_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
     rows = [row for row in ACTIONS.values() if (not row.optional or row.kind in also)
             and row.serves(purpose)]  # fmt: skip
-    faults = []
+    faults, listed = [], {action for actions in timelines.values() for action in actions}
     for (role, actions), stages in zip(timelines.items(), stages_of_roles, strict=True):
-        expected = dict.fromkeys(_role_actions(stages, rows, len(ranks), microbatches))
+        expected = dict.fromkeys(_role_actions(stages, rows, len(ranks), microbatches, listed))
         counts = Counter(actions)
         messages = [f"`{a}` is there {counts[a]} times, not once" for a in expected if counts[a] != 1]
         messages += [f"`{a}` is not one of its actions in this step" for a in counts if a not in expected]
@@ -290,15 +292,26 @@ def _timeline_fault(where: str, message: str) -> Fault:
     return Fault("communication", where, message)
 
 
-def _role_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
+def _role_actions(
+    stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int, listed: Collection[Action]
+) -> Iterator[Action]:
     """Yield each action that a role with these ``stages`` does once in a step. A result is sent only where the next
-    stage is on another role."""
+    stage is on another role. For each microbatch the phases of a kind of work may stand for it: they do if one of them
+    is ``listed``."""
+
+    def does(stage: int, row: ActionRow, m: int) -> bool:
+        whole = row.instead_of or row.kind
+        split = any(Action(stage, phase, m) in listed for phase in phases_of(whole))
+        return split == bool(row.instead_of)
+
     for row in rows:
         for m in range(microbatches if row.each else 1):
             for stage in stages if row.works else stages[:1]:
-                yield Action(stage, row.kind, m)
-                for kind, other in ((send_kind(row.kind), stage + row.to), (receive_kind(row.kind), stage - row.to)):
-                    if row.to and 0 <= other < count and other not in stages:
+                if does(stage, row, m):
+                    yield Action(stage, row.kind, m)
+                for kind, maker, other in ((send_kind(row.kind), stage, stage + row.to),
+                                           (receive_kind(row.kind), stage - row.to, stage - row.to)):  # fmt: skip
+                    if row.to and 0 <= other < count and other not in stages and does(maker, row, m):
                         yield Action(stage, kind, m)
 
 
@@ -333,8 +346,9 @@ class _Needs:
         for source in self.sources[row.kind]:
             yield from [Action(stage, source.kind, m)] if row.works and source.works else self.by_kind[source.kind]
         if row.works and row.to and 0 <= stage - row.to < self.stages:
-            yield Action(stage, receive_kind(row.kind), m)
-            yield Action(stage - row.to, row.kind, m)
+            for kind in kinds_to(row.to):
+                yield Action(stage, receive_kind(kind), m)
+                yield Action(stage - row.to, kind, m)
 
 
 def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> list[Fault]:

@@ -22,7 +22,7 @@ from ....grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ....grammar.nearest import did_you_mean, listed, nearest
 from ....grammar.source import Source
 from ....grammar.syntax import String
-from ...schedules import MOST_WORK, SCHEDULES, problem, timelines
+from ...schedules import MOST_WORK, SCHEDULES, V_SHAPES, problem, timelines
 from ...schedules.messages import Endless
 from ...schedules.table import RowError
 from ...sizes.size_range import BATCH
@@ -71,7 +71,7 @@ class Schedule(Directive):
     name: str = argument(lambda line: TABLE_WORD if TABLE_WORD in line else line.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
     microbatches: int = argument(lambda line: int(line.number("microbatches", 1)))
-    chunks: int = argument(lambda line: int(line.number("chunks", 1)))
+    chunks: int = argument(lambda line: int(line.number("chunks", 2 if line.text("schedule") in V_SHAPES else 1)))
     accumulate: str = argument(lambda line: line.text("accumulate", "fp32"))
     table: str = argument(lambda line: next((i.text for i in line.items(TABLE_WORD) if isinstance(i, String)), ""))
 
