@@ -403,9 +403,7 @@ class Step:
         if sent:
             raise Refused(f"the first stage sends `{min(sent)}`")
 
-    def _phases(
-        self, stage: int, given: Mapping[str, Value], read: dict[str, dict[str, Value]]
-    ) -> dict[str, Value]:
+    def _phases(self, stage: int, given: Mapping[str, Value], read: dict[str, dict[str, Value]]) -> dict[str, Value]:
         """Run I and W of a stage: I returns what it sends and what is deferred, W gradients. ``read`` has what B may
         read, and gets what W may."""
         inputs, weights = self._needed(stage, "I"), self._needed(stage, "W")
@@ -644,7 +642,9 @@ def _type_of(function: Function, name: str) -> Type:
 def _place(program: Program, binding: str) -> str:
     """Return a name for what programs hand to each other: what is saved belongs to a stage."""
     kind, _, name = binding.partition(" ")
-    return f"{program.role} {binding}" if kind in ("saved", "deferred") else f"sent {name}" if kind == "received" else binding
+    if kind in ("saved", "deferred"):
+        return f"{program.role} {binding}"
+    return f"sent {name}" if kind == "received" else binding
 
 
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:

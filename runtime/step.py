@@ -175,8 +175,7 @@ class Stepper:
         options["axis"] = axis
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._messages = StageMessages(self.machines, backend, axis, self.actions)
-        self._last = {action.stage: action for action in self.actions
-                      if action.works and "gradient" in ACTIONS[action.kind].returns}  # fmt: skip
+        self._last = {action.stage: action for action in self.actions if action.accumulates}
         """The last work of each stage that returns gradients: B or W of its last microbatch."""
         unshard = self.machines.get(UNSHARD)
         self._shards = [ShardViews(unshard.program, at) for at in unshard.coordinates] if unshard is not None else []

@@ -334,7 +334,7 @@ def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]
         for value in main.parameters
         if value.binding is not None and value.binding.home in ("stage", "neighbour")
     }
-    kept, root = dict(live.peak(main, owned, {}, {}).kept), live.root(main)
+    kept, root = dict(live.peak(main, owned, {}).kept), live.root(main)
     modules = _making_modules(program, main, Origin())
     sizes: dict[str, int] = {}
     for name in main.returned("saved").values():

@@ -71,6 +71,12 @@ class ActionRow:
         """True where the action is work, the part of a step that a schedule puts in order."""
         return self.place == "work"
 
+    @property
+    def accumulates(self) -> bool:
+        """True for work whose gradients of parameters are added up over microbatches. A stage's activations of a
+        microbatch are held until then."""
+        return self.works and "gradient" in self.returns
+
     def serves(self, purpose: Purpose) -> bool:
         """Return whether programs of a purpose do the action."""
         return PURPOSES.index(self.purpose) <= PURPOSES.index(purpose)
@@ -191,6 +197,11 @@ class Action:
     def works(self) -> bool:
         """True where the action is work, the part of a step that a schedule puts in order."""
         return self.kind in ACTIONS and ACTIONS[self.kind].works
+
+    @property
+    def accumulates(self) -> bool:
+        """True for work whose gradients of parameters are added up over microbatches."""
+        return self.kind in ACTIONS and ACTIONS[self.kind].accumulates
 
     @property
     def message(self) -> MessageRow | None:

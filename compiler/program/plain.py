@@ -38,15 +38,18 @@ def in_reduce(programs: Mapping[str, Program]) -> dict[str, Program]:
         EarlyFault: the lines of a last backward mean something else.
     """
     plain = dict(programs)
-    work = [program for program in programs.values() if program.action in ACTIONS and ACTIONS[program.action].works]
-    makers = Counter(key for program in work for key, _ in program.main.returns)
+    makers: dict[Binding, set[str]] = {}
+    for key, program in programs.items():
+        if program.action in ACTIONS and ACTIONS[program.action].works:
+            for binding, _ in program.main.returns:
+                makers.setdefault(binding, set()).add(key.removesuffix(program.action))
     for key, program in programs.items():
         if program.last is None:
             continue
         if REDUCE not in plain:
             raise EarlyFault(f"{program.role} has no {REDUCE}")
         sums = _Sums(program)
-        if several := [key for key in sums.gradients if makers[key] > 1]:
+        if several := [key for key in sums.gradients if len(makers[key]) > 1]:
             raise EarlyFault(f"{sums.where} sums `{several[0]}`, of which another stage makes a part")
         plain[key] = program.with_mains(program.main)
         plain[REDUCE] = _with_sums(plain[REDUCE], sums)

@@ -7,6 +7,7 @@ on the rank that has its work. ``timelines`` completes the work to whole steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from ..program.actions import Action, StageRanks, stage_ranks, whole_step
@@ -15,7 +16,7 @@ from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
 from .one_f_one_b import one_f_one_b
 from .table import table_schedule
-from .v_shapes import dualpipev, zbv
+from .v_shapes import dualpipev, v_half, v_min, zbv
 from .zero_bubble import split_last, zb_h1, zb_h2
 
 Kinds = tuple[str, ...]
@@ -29,12 +30,14 @@ SCHEDULES: Mapping[str, ScheduleFunction] = {
     "zb-h2": zb_h2,
     "interleaved-zb": interleaved_zb,
     "zbv": zbv,
+    "v-half": v_half,
+    "v-min": v_min,
     "dualpipev": dualpipev,
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """The schedules with one stage on each rank."""
-V_SHAPES = ("zbv", "dualpipev")
+V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
 """The schedules that go down the ranks and come back up: two stages on each rank."""
 SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
 """The schedules with several stages on each rank, and those that they are with one."""
@@ -115,6 +118,7 @@ def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text:
     return None
 
 
+@lru_cache(maxsize=64)
 def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
     """Return the work of each rank, without messages, by a schedule that accepts these sizes."""
     schedule = table_schedule(text) if name == "table" else SCHEDULES.get(name)

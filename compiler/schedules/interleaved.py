@@ -47,8 +47,8 @@ def interleaved_zb(stages: int, microbatches: int, chunks: int) -> tuple[tuple[A
     """
     timelines, ranks = [], stages // chunks
     for rank in range(ranks):
-        order = _in_rounds("interleaved-zb", rank, ranks, microbatches, chunks, "FIW")
-        timelines.append(weights_later(*order, chunks * ranks - 1 - rank, rank))
+        forwards, inputs, weights = _in_rounds("interleaved-zb", rank, ranks, microbatches, chunks, "FIW")
+        timelines.append(weights_later(forwards, inputs, weights, chunks * ranks - 1 - rank, rank))
     return tuple(timelines)
 
 

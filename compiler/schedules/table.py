@@ -82,18 +82,15 @@ def _timelines(
                 raise RowError(number, f": `{action}` is there twice")
             timelines[-1][action] = None
     listed = {action for actions in timelines for action in actions}
-    optional = {row.kind for row in step_kinds("work") if row.optional and not row.instead_of}
-    used = {action.kind for action in listed}
-    missing = list[Action]()
-    for stage, m in product(range(stages), range(microbatches)):
-        for row in step_kinds("work"):
-            if row.instead_of or (row.kind in optional and row.kind not in used):
-                continue
-            whole, phases = Action(stage, row.kind, m), [Action(stage, kind, m) for kind in phases_of(row.kind)]
-            done = [phase for phase in phases if phase in listed]
-            if whole in listed and done:
-                raise ValueError(f"`{whole}` and `{done[0]}` are both there: a backward is one `B`, or `I` and `W`")
-            missing += [phase for phase in phases if phase not in listed] if done else [whole] * (whole not in listed)
+    used, missing = {action.kind for action in listed}, list[Action]()
+    kinds = [work.kind for work in step_kinds("work")
+             if not work.instead_of and (work.kind in used or not work.optional)]  # fmt: skip
+    for stage, kind, m in product(range(stages), kinds, range(microbatches)):
+        whole, phases = Action(stage, kind, m), [Action(stage, phase, m) for phase in phases_of(kind)]
+        done = [phase for phase in phases if phase in listed]
+        if whole in listed and done:
+            raise ValueError(f"`{whole}` and `{done[0]}` are both there: a backward is one `B`, or `I` and `W`")
+        missing += [phase for phase in phases if phase not in listed] if done else [whole] * (whole not in listed)
     if missing:
         absent = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
         raise ValueError(f"{absent} not in the table: it needs `F` and `B`, or `F`, `I` and `W`, of {stages} stages and"

@@ -55,7 +55,7 @@ def peak_live(actions: Sequence[Action]) -> int:
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2".split()])
     2
     """
-    changes = ((a.kind == FORWARD) - (a.works and "gradient" in ACTIONS[a.kind].returns) for a in actions)
+    changes = ((action.kind == FORWARD) - action.accumulates for action in actions)
     return max(accumulate(changes, initial=0))
 
 

@@ -97,7 +97,7 @@ def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tup
             piece, neighbour = (action.stage, action.microbatch), action.stage + to
             if action.kind == FORWARD:
                 waiting.add(piece)
-            elif "gradient" in ACTIONS[action.kind].returns:
+            elif action.accumulates:
                 waiting.discard(piece)
             sends = neighbour >= 0 and ranks[neighbour] != ranks[action.stage]
             alone = action.kind == BACKWARD and sends and not waiting

@@ -22,8 +22,9 @@ def test_messages_that_take_time_make_ranks_wait() -> None:
 def test_a_message_is_under_way_while_its_sender_goes_on() -> None:
     made = timelines("gpipe", 2, 1)
     assert simulate(made, 1, [2, 2]).makespan == 1 + 1 + 2 + 2
-    assert simulate(made, 1, [2, 1], after=[0, 1]).makespan == 1 + 1 + 1 + 2
-    assert simulate(timelines("gpipe", 3, 1), 1, 2, after=[0, 1, 1]).makespan == 9  # each of them beside what follows
+    split = timelines("gpipe", 2, 1, as_run=True)  # stage 1 sends the result of I, and does W meanwhile
+    times = {"F": 1, "B": 2, "I": 1, "W": 1}
+    assert simulate(split, work=lambda action: times[action.kind]).makespan == 1 + 1 + 1 + 2
 
 
 def test_actions_of_a_stage_may_take_different_times() -> None:

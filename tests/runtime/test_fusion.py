@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,19 +138,14 @@ BACKWARD = program("stage1", "B", "", (
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda context, a, b: torch.mm(a, b)}])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
+def test_a_gradient_is_added_to_its_total_as_it_is_made(kernels: dict[str, Kernel]) -> None:
     """``twice`` dies in the line after the gradient's, which must not write over values that are still to be read."""
     machine = Machine(BACKWARD, InProcess(Mesh()), CPU, reuse=True, kernels=kernels)
     assert machine.addable == {W}
     g, x, w, before = torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
-    later: list[Callable[[], torch.Tensor]] = []
     total = before.clone()
-    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{W: total}], later=later if late else None)
-    assert found[W] is total and len(later) == late
-    assert torch.equal(total, before) == late
-    for call in later:
-        call()
+    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{W: total}])
+    assert found[W] is total
     torch.testing.assert_close(total, before + x.t() @ (2 * g))
     torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
@@ -159,8 +153,7 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
 @pytest.mark.parametrize("sums", ["f32", "bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums: str) -> None:
-    """The bits are those of the cast gradient's sum, also if a cast rounds; the product is made at once, also where
-    others wait for a send."""
+    """The bits are those of the cast gradient's sum, also if a cast rounds."""
     wide = {"f32": torch.float32, "bf16": torch.bfloat16}[sums]
     parsed = program("stage1", "B", "", (
         "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", f"cast = _to_copy(dw, dtype={wide})", "w cast",
@@ -169,9 +162,8 @@ def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums:
     machine = Machine(parsed, InProcess(Mesh()), CPU, reuse=True)
     (type_,) = {value.type.dtype for value in parsed.main.parameters}
     g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4).to(wide)
-    later: list[Callable[[], torch.Tensor]] = []
-    (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}], later=later)
-    assert not later and torch.equal(found[W], before + (x.t() @ g).to(wide))
+    (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}])
+    assert torch.equal(found[W], before + (x.t() @ g).to(wide))
 
 
 def test_any_gradient_with_storage_of_its_own_is_added_once_made() -> None:
@@ -282,4 +274,4 @@ def test_a_machine_takes_what_is_estimated_where_results_are_written_over_operan
         del given
         machine.run(inputs)
     live = Liveness(parsed)
-    assert storages.peak == live.peak(parsed.main, {"g": value, "x": value}, {}, {}).most == 4 * value + 4 * 4 * 4
+    assert storages.peak == live.peak(parsed.main, {"g": value, "x": value}, {}).most == 4 * value + 4 * 4 * 4
