@@ -11,7 +11,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, Action, work_kinds
-from ..program.plain import without_rings
+from ..program.plain import whole_steps, without_rings
 from ..program.program import Line, Program, Value
 from ..program.roles import Role
 from ..schedules.timeline import Timeline, simulate
@@ -118,7 +118,7 @@ class BlockCost:
 def block_costs(role: Role) -> dict[str, BlockCost]:
     """Return the costs of a role's blocks, by their modules; what lies outside blocks is under ""."""
     costs: dict[str, BlockCost] = {}
-    for program in role.programs.values():
+    for program in whole_steps({role.name: role.programs})[role.name].values():
         if program.action in (FORWARD, BACKWARD):
             for module, cost in _call_costs(program):
                 costs[module] = costs.get(module, BlockCost()) + cost

@@ -49,9 +49,8 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Action, 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("zbv", 4, 4, chunks=2))))
-
-    Raises:
-        ValueError: fewer microbatches than twice the ranks.
+    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3      idle 4 %
+    pp1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3  idle 4 %
     """
     ranks, work = stages // 2, []
     for rank in range(ranks):
@@ -74,6 +73,8 @@ def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Ac
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("dualpipev", 4, 4, chunks=2))))
+    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0 3I2 3W2 3F3 0I1 0W1 3I3 3W3 0I2 0W2     0I3 0W3  idle 4 %
+    pp1     1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1 2W1 2F3 1I1 1W1 2I2 2W2 1I2 1W2 2I3 1I3 2W3 1W3  idle 4 %
 
     Raises:
         ValueError: fewer microbatches than stages.
@@ -116,6 +117,8 @@ def v_half(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Actio
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("v-half", 4, 3, chunks=2))))
+    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     3F2 3I2 0I1 3W2 0W1 0I2 0W2  idle 5 %
+    pp1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 2I1 1W0 2F2 1I1 2W1 1W1 2I2 1I2 2W2 1W2  idle 5 %
     """
     ranks = stages // 2
     slots = _first_slots(ranks, strides=(1, 2, 1, 2), turns=(3, 1, 5))
@@ -130,6 +133,8 @@ def v_min(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Action
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("v-min", 4, 3, chunks=2))))
+    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 0W0 3I1 3W1     0I1 0W1 3F2 3I2 3W2     0I2 0W2  idle 10 %
+    pp1     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 1F2 2I1 1I1 2F2 2W1 1W1     2I2 1I2 2W2 1W2  idle 10 %
     """
     ranks = stages // 2
     # with a multiple of three ranks, work on the way down and on the way up would meet in one slot

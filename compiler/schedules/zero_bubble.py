@@ -37,8 +37,8 @@ def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("zb-h2", 3, 6))))
-    pp0 F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5  idle 10 %
-    pp1    F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5  idle 10 %
+    pp0 F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5        idle 10 %
+    pp1    F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5     idle 10 %
     pp2       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5  idle 10 %
 
     Raises:
