@@ -113,7 +113,8 @@ def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
     earlier microbatches, and summed."""
     main, last = program.main, Rewriter(program.mesh, program.main)
     known = {value.binding: value.name for value in main.parameters}
-    completed = [(line, value) for line in main.lines for value in line.made if value.name in sums]
+    completed: list[tuple[Line | None, Value]] = [(None, value) for value in main.parameters if value.name in sums]
+    completed += [(line, value) for line in main.lines for value in line.made if value.name in sums]
     for line, value in completed:
         last.insert_after(line)
         one, total = sums[value.name], value
@@ -470,9 +471,9 @@ class _Overlap:
 
 
 def _units(main: Function, works: Collection[str]) -> list[_Unit]:
-    """Return a main function as units in order. A line that reads results of calls, directly or not, belongs to the
-    call ahead of it; any other belongs to the next call."""
-    units, results = [_Unit()], set[str]()
+    """Return a main function as units in order. A line that reads results of calls, directly or not, or what an earlier
+    phase made, belongs to the call ahead of it; any other belongs to the next call."""
+    units, results = [_Unit()], {value.name for value in main.parameters if value.kind == "deferred"}
     around = {outer for line in main.lines if line.calls_function for outer in _outer_modules(line.origin.module)}
     for line in main.lines:
         if line.calls_function:
