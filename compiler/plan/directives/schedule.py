@@ -50,9 +50,17 @@ class Schedule(Directive):
     has V stages (`chunks V`): ranks are idle for less time, and send more messages; the number of microbatches must be
     a multiple of the ranks. `gpipe` and `looped` take any number of microbatches.
 
+    In other schedules a backward is two actions: `I` makes the gradients that another stage waits for, and `W` those of
+    weights, later. `zb-h1` is `1f1b` so, with less idle time and the memory of its first rank; `zb-h2` has even less
+    idle time and twice the memory (at least twice as many microbatches as ranks); `interleaved-zb` is `interleaved`
+    so. In V shapes each rank has two stages, rank r of p those of numbers r and 2p - 1 - r; `chunks` is 2 and need not
+    be written. `zbv` has the memory of `1f1b` and hardly any idle time, `v-half` about half of the activations, `v-min`
+    a third. `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
+    stages).
+
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
-    with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`. The lines may stand in any order, and
-    `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after it; lines such as `stages of rank
+    with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
+    lines may stand in any order, and `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after it; lines such as `stages of rank
     0: 0 3` say otherwise. `looped` is a table that parc ships (breadth first: a rank's chunks one after the other):
     `schedule looped microbatches 8 chunks 2`.
 
@@ -108,7 +116,7 @@ class Schedule(Directive):
             related: tuple[Label, ...] = ()
             if isinstance(error, RowError) and error.shown:
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
-            help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
+            help_ = "list each `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in its rank's row"
             if isinstance(error, Endless):
                 help_ = "put work that other ranks wait for before work that waits for them"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
