@@ -16,7 +16,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
 from .actions import ACTIONS, BACKWARD, INPUT_GRADIENTS, REDUCE, UNSHARD, WEIGHT_GRADIENTS
 from .binding import UNSCALE, Binding
-from .program import Function, Line, Program, Ref, Value
+from .program import Function, Line, Program, Ref, Value, needed
 from .rewriter import Rewriter
 from .step_values import residual, residual_of
 
@@ -282,20 +282,27 @@ class _Joined:
         """Return I's main function with one of W: a pair of calls is one call, and lines that both have stand once."""
         inputs, calls = self.inputs.main, self._calls(weights)
         returns = [pair for pair in inputs.returns if pair[0].kind != "deferred"] + [*weights.returns]
-        lines: dict[str, Line] = {}
-        for line in (*_synchronous(inputs), *_synchronous(weights)):
-            name = line.made[0].name
-            call = calls.get(name)
-            if call is None and lines.setdefault(name, line) != line:
-                raise self.fault(f"make `{name}` by different lines")
-            if call is not None and call not in lines.values():
-                lines[name] = call
+        lines = self._together(inputs, weights, calls)
         parameters = {value.name: value for value in (*inputs.parameters, *weights.parameters)
                       if value.kind != "deferred"}  # fmt: skip
-        read = {name for line in lines.values() for name in line.uses} | {name for _, name in returns}
+        live, read = needed(lines, [name for _, name in returns])
         kept = tuple(value for value in parameters.values() if value.name in read)
-        name = re.sub("_(inputs|weights)", "", weights.name)
-        return Function(name, kept, tuple(self._ordered([*lines.values()])), tuple(returns))
+        return Function(re.sub("_(inputs|weights)", "", weights.name), kept, live, tuple(returns))
+
+    def _together(self, first: Function, second: Function | None, calls: Mapping[str, Line] = {}) -> list[Line]:
+        """Return the lines of two functions, those that both have once, and ``calls`` in the place of the lines that
+        make the results by which they are known."""
+        functions = [first] if second is None else [first, second]
+        alike: dict[str, Line] = {}
+        for line in (line for function in functions for line in _synchronous(function)):
+            name = line.made[0].name
+            if name not in calls and alike.setdefault(name, line) != line:
+                raise self.fault(f"make `{name}` by different lines")
+        lines: dict[str, Line] = {}
+        for line in (line for function in functions for line in function.lines):
+            call = calls.get(line.made[0].name)
+            lines.setdefault((call or line).made[0].name, call or line)
+        return [*self._ordered([*lines.values()])]
 
     def _calls(self, weights: Function) -> dict[str, Line]:
         """Return B's calls by the first result of each call of I and W that stands for them. The calls of two halves of
@@ -328,23 +335,20 @@ class _Joined:
     def _call(self, pair: Sequence[tuple[Line, Function]], read: Counter[str]) -> Line:
         """Return the call that one or two calls stand for. ``read`` counts the reads of the main functions' values."""
         arguments, parameters = dict[str, Any](), dict[str, Value]()
-        results, lines, ends = dict[str, Value | None](), dict[str, Line](), dict[str, Binding]()
+        results, ends = dict[str, Value | None](), dict[str, Binding]()
         for line, function in pair:
             for value, argument in zip(function.parameters, line.args, strict=True):
                 handed = results.get(value.name)
                 known = Ref(handed.name) if handed is not None else arguments.setdefault(value.name, argument)
                 if known != argument or (handed is None and parameters.setdefault(value.name, value) != value):
                     raise self.fault(f"`{line.op}` reads another `{value.name}`")
-            for inside in _synchronous(function):
-                if lines.setdefault(inside.made[0].name, inside) != inside:
-                    raise self.fault(f"`{line.op}` makes `{inside.made[0].name}` otherwise")
             results |= {name: value for (_, name), value in zip(function.returns, line.results, strict=True)}
             ends |= {name: key for key, name in function.returns}
         of_pair = Counter(pair[1][0].uses if len(pair) > 1 else ())
         own = [name for name, value in results.items() if value is None or read[value.name] > of_pair[value.name]]
         name = re.sub(_PHASE, r"\1", pair[0][0].op)
-        whole = Function(name, tuple(parameters.values()), tuple(self._ordered([*lines.values()])),
-                         tuple((ends[label], label) for label in own))  # fmt: skip
+        lines, _ = needed(self._together(pair[0][1], pair[1][1] if len(pair) > 1 else None), own)
+        whole = Function(name, tuple(parameters.values()), lines, tuple((ends[label], label) for label in own))
         known_function = self.functions.setdefault(name, whole)
         if _same_work(known_function) != _same_work(whole):
             raise self.fault(f"`{pair[0][0].op}` is a half of another `{name}`")
