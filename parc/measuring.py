@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 
 from parc.grammar.bounded import read_bounded, read_json
+from parc.grammar.scratch import scratch
+from parc.runtime.ranks.parents import end_with_parent
 
 _REPEATS, _MOST_REPEATS, _BUDGET_S, _LEAST_S = 7, 60, 0.4, 2e-3
 """The runs of a probe, of which the fastest counts: the least number, the most, and the seconds after which no more are
@@ -301,19 +302,39 @@ def measured(ranks: int, device: str) -> dict[str, Any]:
     from parc.runtime.launch.launch import KEEP_MEMORY
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="parc-measure-") as folder:
-        out = Path(folder) / "figures.json"
+    with scratch("measure") as folder:
+        out = folder / "figures.json"
         variables = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": str(max(1, cores // ranks)),
                      "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}  # fmt: skip
-        words = [sys.executable, "-m", "parc.measuring", str(ranks), device, str(Path(folder) / "store"), str(out)]
+        words = [sys.executable, "-m", "parc.measuring", str(ranks), device, str(folder / "store"), str(out)]
+        words.append(str(os.getpid()))
         workers = [subprocess.Popen([*words, str(rank)], env=variables) for rank in range(ranks)]
-        if any(worker.wait() for worker in workers):
-            raise RuntimeError("a process that measures failed; its message is above")
+        try:
+            _wait_for_all(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
         return dict(read_json(out))
 
 
-def work(ranks: int, device: str, store: str, out: str, rank: int) -> None:
-    """Measure as one of several processes."""
+def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for the end of all processes, or the first that fails: the others would wait for it.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    codes: list[int | None] = [None]
+    while None in codes:
+        codes = [worker.poll() for worker in workers]
+        if any(codes):
+            raise RuntimeError("a process that measures failed; its message is above")
+        time.sleep(0.02)
+
+
+def work(ranks: int, device: str, store: str, out: str, parent: int, rank: int) -> None:
+    """Measure as one of several processes, which ``parent`` has started."""
+    end_with_parent(parent)
     kind = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if ranks > 1:
         backend = "nccl" if device == "cuda" else "gloo"
@@ -461,4 +482,4 @@ def _machine(device: str) -> str:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    work(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))

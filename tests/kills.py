@@ -1,8 +1,9 @@
 """Kills of launchers and ranks at random times: ``python -m tests.kills --kills 200``.
 
 A run of two ranks, each with a data worker, trains without an end; its launcher or a rank gets SIGKILL before, in or
-after the first step. Then another run saves to the same folder, sometimes at once. It is counted which processes are
-left 10 seconds later, and whether the folder holds another checkpoint than that of the later run.
+after the first step, sometimes while a process below it is stopped. Then another run saves to the same folder,
+sometimes at once. It is counted which processes are left 10 seconds later, and whether the folder holds another
+checkpoint than that of the later run.
 
 Launchers and ranks are forked from a process that has imported torch; with ``--started`` they are new Pythons.
 """
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,8 @@ class Rows(torch.utils.data.Dataset):
 """
 _LEFT_S = 10.0
 """The seconds after which no process of a killed run may be left."""
+_MOST_SHOWN = 8_000
+"""The most characters of a run's output that are shown."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans become children of this process, so that it finds them
 
 
@@ -149,14 +153,26 @@ def ended(seconds: float) -> bool:
         reap()
         if time.monotonic() > until:
             for process in left:
-                with suppress(OSError):
-                    print("left:", Path(f"/proc/{process}/stat").read_text()[:60])
-                    os.kill(process, signal.SIGUSR2)  # its stack goes to the log
+                show_left(process)
             time.sleep(1)
             return False
         time.sleep(0.05)
     reap()
     return True
+
+
+def show_left(process: int) -> None:
+    """Print what a process waits for: in the kernel, in C by a debugger if there is one, and in Python, to its log."""
+    for name in ("status", "wchan", "syscall", "stack"):
+        with suppress(OSError):
+            print(f"left: {process} {name}:", Path(f"/proc/{process}/{name}").read_text(), sep="\n")
+    tools = {"py-spy": ["dump", "--native", "--pid"], "gdb": ["-batch", "-ex", "thread apply all bt 40", "-p"]}
+    for tool, words in tools.items():
+        if shutil.which(tool):
+            shown = subprocess.run([tool, *words, str(process)], capture_output=True, text=True, timeout=60)
+            print(shown.stdout)
+    with suppress(OSError):
+        os.kill(process, signal.SIGUSR2)
 
 
 def one_kill(draw: random.Random, folder: Path, first_step_s: float, started: bool) -> tuple[str, str, str]:
@@ -173,6 +189,9 @@ def one_kill(draw: random.Random, folder: Path, first_step_s: float, started: bo
     victim, kind = (draw.choice(ranks), "rank") if ranks and draw.random() < 0.4 else (launcher, "launcher")
     steps = metrics.read_text().count('"step":') if metrics.is_file() else 0
     with suppress(ProcessLookupError):
+        if draw.random() < 0.4 and steps and (below := descendants(victim)):  # a rank or a data worker
+            os.kill(draw.choice(below), signal.SIGSTOP)
+            kind += ", one below it stopped,"
         os.kill(victim, signal.SIGKILL)
     killed, wrong = time.monotonic(), []
     if draw.random() < 0.5 and not ended(_LEFT_S):
@@ -192,9 +211,8 @@ def one_kill(draw: random.Random, folder: Path, first_step_s: float, started: bo
     if facts.get("step") != 3 or Path(facts["build"]).name != "later":
         wrong.append(f"the later run's checkpoint is not there: {facts}")
     if wrong:
-        print(
-            *wrong, place, *[f"{name}: {(place / name).read_text()[-1500:]}" for name in ("first", "later")], sep="\n"
-        )
+        logs = [f"{name}: {(place / name).read_text()[-_MOST_SHOWN:]}" for name in ("first", "later")]
+        print(*wrong, place, *logs, sep="\n")
     return kind, "before" if not steps else "in or after" if steps < 3 else "after", "; ".join(wrong)
 
 

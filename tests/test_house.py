@@ -194,6 +194,7 @@ READERS = {
                      "parc/cli/example.py", "parc/compiling/callable_faults.py", "parc/page/page.py",
                      "parc/proposing/proposal.py", "runtime/session/one_build.py"),
                   "parc's own files"),
+    "grammar/scratch.py": "the kernel's name for itself",
     "runtime/ranks/wire.py": "messages, whose length is bounded",
     **dict.fromkeys(("runtime/launch/failures.py", "runtime/launch/voices.py", "compiler/build/folders.py",
                      "compiler/initial/exported.py", "runtime/observe/observer.py", "parc/cli/export.py",

@@ -6,12 +6,12 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...grammar.scratch import scratch
 from ..capture.adapters import is_adapted
 from ..program.stacked import is_stacked, part_names
 from ..torch_private import quiet
@@ -50,11 +50,11 @@ def _configs(module: nn.Module) -> dict[str, Any] | None:
     """Return the values of the files that a model of transformers saves beside its weights, by the files' names."""
     if is_adapted(module):
         return None
-    with TemporaryDirectory() as folder:
+    with scratch("config") as folder:
         try:
             with quiet():
-                save_configs(module, Path(folder), None)
-            files = sorted(Path(folder).iterdir())
+                save_configs(module, folder / "saved", None)
+            files = sorted((folder / "saved").glob("*"))
             values = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
             for value in values.values():
                 value.pop(VERSION, None)  # that of the export counts

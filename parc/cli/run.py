@@ -341,7 +341,7 @@ def _before_launch(args: argparse.Namespace, build: Build, options: Options) -> 
 
     mesh = build_mesh(build)
     nproc = int(args.nproc or max(1, mesh.world // args.nnodes))
-    check_fits(build, nproc * args.nnodes)
+    check_fits(build, nproc * args.nnodes, args.nnodes)
     if options.resume is not None:
         open_checkpoint(build, options.resume)
     weights_of(build)

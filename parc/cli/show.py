@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
 from parc.grammar.bounded import real_path
+from parc.grammar.scratch import scratch
 from parc.grammar.syntax import size_text
 from parc.report_words import in_words
 
@@ -73,11 +73,11 @@ def show_command(args: argparse.Namespace) -> int:
         return _show_build(args, args.target)
     if args.time and (code := _without_cluster(args, plan_at(args, args.target), real_path(args.target).parent)):
         return code
-    with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
+    with scratch("show") as folder:
         from parc.cli.build import build_plan
 
-        outcome = build_plan(args, args.target, Path(folder) / "build")
-        return outcome if isinstance(outcome, int) else _show_build(args, Path(folder) / "build")
+        outcome = build_plan(args, args.target, folder / "build")
+        return outcome if isinstance(outcome, int) else _show_build(args, folder / "build")
 
 
 def _print_expanded(args: argparse.Namespace) -> int:

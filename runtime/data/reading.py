@@ -16,10 +16,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import IO, TypeVar, final
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..ranks.faults import stack_frames
+from ..ranks.parents import end_with_parent
 from ..ranks.processes import data_limit_s
 from .datasets import IterableSource
 from .samples import ASKED, DataError, SampleSource, raised_at, read_rows
@@ -34,10 +36,7 @@ from .samples import ASKED, DataError, SampleSource, raised_at, read_rows
 _Read = TypeVar("_Read")
 _PREFETCHED = 2  # batches that a worker has ready
 _LOOK_S = 1.0
-"""The seconds between two looks whether the workers live, and in a worker whether its rank does."""
-_FORK = (
-    "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-)  # a plan's callables need not be picklable
+"""The seconds between two looks whether the workers live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,18 @@ class Failed:
     place: str
 
 
+_Rows = dict[str, Tensor] | Failed
+"""The rows of a batch, or why they were not read."""
+
+
 @final
-class _Batches(Dataset[dict[str, Tensor] | Failed]):
+class _Batches(Dataset[_Rows]):
     """The rows of a batch, by the number of its first sample."""
 
     def __init__(self, source: SampleSource, rows: Sequence[int]) -> None:
         self._source, self._rows = source, rows
 
-    def __getitem__(self, first: int) -> dict[str, Tensor] | Failed:
+    def __getitem__(self, first: int) -> _Rows:
         try:
             return read_rows(self._source, first, self._rows)
         except DataError as error:
@@ -93,11 +96,11 @@ class RowReader:
         # An iterable is read from its start: a second worker would read all samples of the first one too.
         self._workers = min(workers, 1) if isinstance(source.source, IterableSource) else workers
         self._next = self._end = -1
-        self._loaders: list[Iterator[dict[str, Tensor] | Failed]] = []
-        """The loader that reads now, if one does."""
+        self._loading: list[tuple[Crew, Iterator[_Rows]]] = []
+        """The loader that reads now, and its workers, if one does."""
         # The list is held from outside too: a loader that is collected in a cycle has lost the queue by which it tells
         # its workers to end, and waits five seconds for each of them.
-        weakref.finalize(self, self._loaders.clear).atexit = False
+        weakref.finalize(self, _end_loading, self._loading).atexit = False
 
     @property
     def count(self) -> int | None:
@@ -125,47 +128,80 @@ class RowReader:
         rows = self._next_rows()
         if isinstance(rows, Failed):
             self._next = -1
-            self._crew.end()
-            self._loaders.clear()
+            _end_loading(self._loading)
             raise DataError(rows.message, rows.help, place=rows.place)
         self._next = first + self._batch if first + self._batch < self._end else -1
         return rows
 
-    def _next_rows(self) -> dict[str, Tensor] | Failed:
+    def _next_rows(self) -> _Rows:
         """Return what the workers read next, or which of them died, or takes too long."""
         limit = data_limit_s()
         until = time.monotonic() + limit
+        crew, batches = self._loading[0]
         while True:
             try:
-                return next(self._loaders[0])
+                return next(batches)
             except RuntimeError as error:  # of DataLoader
                 if "timed out" not in str(error):
-                    return self._crew.dead(str(error))
+                    return crew.dead(str(error))
                 if time.monotonic() >= until:
-                    return self._crew.slow(limit)
+                    return crew.slow(limit)
 
     def late(self, limit: float) -> Failed:
         """Return the fault of a call in another thread that has not ended for ``limit`` seconds. Its workers end, and
         with them the call."""
         if not self._workers:
             return Failed(_too_slow("the data", limit), _SLOW_HELP, _reading_at())
-        fault = self._crew.slow(limit)
-        self._crew.end()
+        crew, _ = self._loading[0]
+        fault = crew.slow(limit)
+        crew.end()
         return fault
 
     def _start(self, first: int, end: int | None) -> None:
         self._end = 1 << 62 if end is None else max(end, first + 1)
         firsts = range(first, self._end, self._batch)
-        self._loaders.clear()
-        self._crew = Crew(self._workers)
+        _end_loading(self._loading)
+        crew = Crew(self._workers)
         loader = DataLoader(
             _Batches(self._source.source, self._rows), batch_size=None, sampler=firsts, num_workers=self._workers,
-            prefetch_factor=_PREFETCHED, multiprocessing_context=_FORK, worker_init_fn=self._crew.join, timeout=_LOOK_S,
+            prefetch_factor=_PREFETCHED, multiprocessing_context=_Forks(), worker_init_fn=crew.join,
+            timeout=_LOOK_S,
         )  # fmt: skip
-        with warnings.catch_warnings(), _signals_kept(), self._crew.starting():
-            # Python 3.12 warns of a fork beside threads, as torch's loader does it
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._loaders[:] = [iter(loader)]
+        self._loading[:] = [(crew, _starter(os.getpid()).submit(crew.start, loader).result())]
+
+
+def _end_loading(loading: list[tuple[Crew, Iterator[_Rows]]]) -> None:
+    """End a loader, and its workers before: it would wait five seconds for one that hangs or is stopped."""
+    for crew, _ in loading:
+        crew.end()
+    loading.clear()
+
+
+@final
+class _Worker(ForkProcess):
+    """A worker process, which ends when its rank has, whatever the dataset or torch does there from the first line."""
+
+    def run(self) -> None:
+        """Be the worker."""
+        rank = multiprocessing.parent_process()
+        assert rank is not None and rank.pid is not None
+        end_with_parent(rank.pid)
+        super().run()
+
+
+@final
+class _Forks(ForkContext):
+    """The start of workers by a fork: a plan's callables need not be picklable."""
+
+    Process = _Worker
+
+
+@cache
+def _starter(process: int) -> ThreadPoolExecutor:
+    """Return the thread that starts all workers of a process. It lives as long as the process, as they end with it. In
+    no other thread but the main one torch's loader sets a handler of SIGCHLD, which would raise the end of a worker
+    wherever the process is, in the middle of a message to other ranks; the next read finds it too."""
+    return ThreadPoolExecutor(1, "parc-workers")
 
 
 _SLOW_HELP = "make the dataset faster, or let ranks wait longer with `--timeout S`"
@@ -184,34 +220,31 @@ class Crew:
     def __init__(self, workers: int) -> None:
         self._rank, self._processes = os.getpid(), set[BaseProcess]()
         with ExitStack() as files:
-            self._files = [files.enter_context(tempfile.TemporaryFile()) for _ in range(workers)]
+            self._files = [files.enter_context(_file_of_memory()) for _ in range(workers)]
             weakref.finalize(self, files.pop_all().close)
 
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        """Enter the block that starts the workers."""
+    def start(self, loader: DataLoader[_Rows]) -> Iterator[_Rows]:
+        """Start the workers of a loader. Return what they read."""
         before = set(multiprocessing.active_children())
-        yield
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a fork beside threads, as torch's loader does it
+            warnings.simplefilter("ignore", DeprecationWarning)
+            batches = iter(loader)
         self._processes = set(multiprocessing.active_children()) - before
+        return batches
 
     def join(self, number: int) -> None:
-        """Be one of the workers, by its number. It ends when its rank has, whatever the dataset does then."""
+        """Be one of the workers, by its number."""
         file = self._files[number]
         file.seek(_NOTE)
         faulthandler.register(signal.SIGUSR1, file)
         faulthandler.enable(file)
         self._note(file, "", "")
         ASKED[:] = [partial(self._note, file)]
-        threading.Thread(target=self._follow, name="parc-follow", daemon=True).start()
 
     @staticmethod
     def _note(file: IO[bytes], what: str, code: str) -> None:
         os.pwrite(file.fileno(), f"{os.getpid()}\n{what}\n{code}".encode()[:_NOTE].ljust(_NOTE), 0)
-
-    def _follow(self) -> None:
-        while os.getppid() == self._rank:
-            time.sleep(_LOOK_S)
-        os._exit(1)
 
     def _noted(self) -> dict[int, tuple[str, str, str]]:
         """Return of each worker, by its process, what it asked for last, where the code of that is, and where the
@@ -260,27 +293,22 @@ class Crew:
         return Failed(_too_slow(what or "the data", limit), _SLOW_HELP, (at or code) and f"it is at {at or code}")
 
     def end(self) -> None:
-        """End all workers at once: one that hangs would be waited for."""
-        for process in self._processes:
+        """End all workers at once. A process that was forked from their rank ends none."""
+        for process in self._processes if os.getpid() == self._rank else ():
             process.kill()
+
+
+def _file_of_memory() -> IO[bytes]:
+    """Return a file without a name, which needs no room on a disk where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("parc-worker"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _LOOP = "/_utils/worker.py"
 _NOTE, _STACK = 1024, 1 << 16
 """The bytes of a worker's note, and the most bytes of its stack, which stands behind it."""
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Enter a block in which torch's loader starts workers, without the handler that it then sets: that would raise the
-    end of a worker wherever the process is, in the middle of a message to other ranks. The next read finds it too."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
 _READERS: dict[threading.Thread, threading.Event] = {}

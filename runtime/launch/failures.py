@@ -116,7 +116,7 @@ def leave_failure(failure: Failure) -> bool:
     path = os.environ.get(_ERROR_FILE)
     if path is None:
         return False
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(exist_ok=True)  # not those above: with the launcher the folder of the run has gone
     # The inner ``message`` and ``timestamp`` are shown by torchrun; the rest is for parc.
     extra = {"timestamp": str(int(failure.time_s))}
     content = {

@@ -41,6 +41,8 @@ _UNKNOWN, _NO_LAUNCHER = (
 )  # fmt: skip
 _MOST_SECRET = 1 << 16
 """The most bytes of a file with a secret."""
+_MOST_REFUSED = 8
+"""The most refusals that an error repeats."""
 _MOST_TEXT = 30_000
 """The most characters of a failure that are told."""
 
@@ -367,7 +369,8 @@ class Hosts:
         within = f"within {self._timeout_s:g} seconds"
         if self._table is not None or not self._why:  # the first host is here, and others are not
             more = f"start the same command on every host; {_OPTION}; `--timeout` waits longer"
-            return RunError(NOT_MET, f"the hosts did not meet {within}: {self._news}", more)
+            refused = self._table.refused if self._table is not None else ()
+            return RunError(NOT_MET, f"the hosts did not meet {within}: {self._news}", more, refused[:_MOST_REFUSED])
         held = f", and port {self._endpoint.port} of this host is in use" if self._held else ""
         what = f"no launcher of this run was found at `{self._endpoint}` {within}: {self._why}{held}"
         return RunError(NOT_MET, what, f"{_OPTION}, and start parc there, too")

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,10 +29,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ...grammar.scratch import scratch
 from ..ranks.processes import DEVICE, STORE, TIMEOUT_S
 from .failures import Failure, Hanging, read_failure, stop_of
 from .hosts import Hosts
-from .lifeline import line_held
 from .voices import VOICES, Voices, stop_signals
 
 _MET = "parc"
@@ -73,11 +72,9 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     hosts = processes.hosts
-    with tempfile.TemporaryDirectory(prefix="parc-run-") as name:
-        folder = Path(name)
+    with scratch("run") as folder:  # whose line ranks watch
         with (
             _environment(_variables(processes, folder)),
-            line_held(folder),
             Voices(folder, processes.logs),
             Hanging(folder, hosts, processes.timeout_s) as hanging,
         ):

@@ -1,10 +1,9 @@
-"""The line from a launcher to its ranks: a rank ends when its launcher has, however that ended. Imports no torch, so
+"""The watch of a rank over its launcher: a rank ends when its launcher has, however that ended. Imports no torch, so
 that it holds from the start of a process."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -14,28 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, final
 
+from ...grammar.scratch import remove_if_left, watched_line
+from ..ranks.parents import wait_for_end, wake_with_parent
 from .voices import VOICES
 
-_LINE = "launcher"
-"""The name of a pipe in the folder of a run's processes, which only the launcher holds open for writing."""
 _SAVING_S = 7.0
 """The seconds in which a rank that trains must come to the end of its step, where it saves."""
-_LOOK_S = 0.5
-"""The seconds between two looks at the parent of a process that torchrun started."""
-
-
-@contextmanager
-def line_held(folder: Path) -> Iterator[None]:
-    """Hold the line of all ranks that are started in the block. It breaks when the block, or this process, ends: the
-    kernel closes a pipe even of a process that was killed."""
-    os.mkfifo(folder / _LINE)
-    reader = os.open(folder / _LINE, os.O_RDONLY | os.O_NONBLOCK)  # a pipe opens for writing only where one reads
-    writer = os.open(folder / _LINE, os.O_WRONLY)
-    os.close(reader)
-    try:
-        yield
-    finally:
-        os.close(writer)
 
 
 @final
@@ -45,6 +28,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self._gone = self._trains = False
+        self._line = -1
         self._saving = threading.Lock()
 
     @property
@@ -56,12 +40,14 @@ class Lifeline:
         """Begin, in a process that was launched."""
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             return
-        wait: Callable[[], object] = partial(_wait_for_other_parent, os.getppid())  # torchrun holds no line
+        wake_with_parent()
+        wait: Callable[[], object] = partial(wait_for_end, os.getppid())  # torchrun holds no line
         if VOICES in os.environ:
-            line = _opened(Path(os.environ[VOICES], _LINE))
-            if line < 0:
+            self._line = watched_line(Path(os.environ[VOICES]))
+            if self._line < 0:
                 self._end()
-            wait = partial(os.read, line, 1)
+            os.register_at_fork(after_in_child=self._let_go)
+            wait = partial(os.read, self._line, 1)
         threading.Thread(target=self._watch, args=(wait,), name="parc-lifeline", daemon=True).start()
 
     def _watch(self, wait: Callable[[], object]) -> None:
@@ -92,29 +78,17 @@ class Lifeline:
             yield
 
     def remove_traces(self) -> None:
-        """Remove the folder of the run's processes, if the launcher that would do so is gone."""
+        """Remove the folder of the run's processes, if the launcher that would do so is gone, and all ranks that watch
+        it: one that still joins them would wait there for the folder, with Python's lock."""
         if self._gone and VOICES in os.environ:
-            shutil.rmtree(os.environ[VOICES], ignore_errors=True)
+            self._let_go()
+            remove_if_left(Path(os.environ[VOICES]))
+
+    def _let_go(self) -> None:
+        line, self._line = self._line, -1
+        if line >= 0:
+            os.close(line)
 
 
 LIFELINE = Lifeline()
 """The watch of this process."""
-
-
-def _opened(line: Path) -> int:
-    """Return the open pipe, from which a read returns when no process holds it open for writing any longer; -1 if none
-    does now."""
-    try:
-        reader = os.open(line, os.O_RDONLY | os.O_NONBLOCK)
-        os.read(reader, 1)
-    except BlockingIOError:
-        os.set_blocking(reader, True)
-        return reader
-    except FileNotFoundError:  # the launcher has ended, and removed it
-        pass
-    return -1
-
-
-def _wait_for_other_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)

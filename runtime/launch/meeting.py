@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar, final, get_type_hints
@@ -160,7 +161,8 @@ class Table:
         self._members: list[_Member] = []
         self._taking: set[asyncio.Task[None]] = set()
         self._unknown: dict[asyncio.Task[None] | None, None] = {}
-        self._said: set[str] = set()
+        self.refused: list[str] = []
+        """The refusals, in words, each once."""
         self._store: object = None
         self.over = False
         """Mark of a run that ends: another one may soon meet here."""
@@ -196,7 +198,7 @@ class Table:
                 return
             await self._keep(_Member(channel, join, serves))
         except OtherSecret as error:
-            self._say_once(f"a message from {peer} was not read: {error}")
+            self._say_once(f"{peer} was refused: it sent {error}")
         except (Stranger, EOFError, OSError, asyncio.CancelledError):
             pass  # who it was is not known, and it gets no answer
 
@@ -217,8 +219,8 @@ class Table:
             del self._unknown[task]
 
     def _say_once(self, text: str) -> None:
-        if text and text not in self._said and len(self._said) < _MOST_UNKNOWN:
-            self._said.add(text)
+        if text and text not in self.refused and len(self.refused) < _MOST_UNKNOWN:
+            self.refused.append(text)
             self._say(text)
 
     def _refusal(self, join: Join, serves: bool) -> Refusal | None:
@@ -287,6 +289,11 @@ class Table:
             for member in self._members:
                 member.channel.send(text)
             return
+        times = Counter(member.join.host for member in self._members)
+        if twice := [host for host in times if times[host] > 1]:
+            self._say(
+                f"warning: two launchers of this run are on {twice[0]}; if they are of two runs, these need two ports"
+            )
         self._store, port = self._make_store()
         free = iter(sorted({*range(count)} - {member.join.number for member in self._members}))
         for member in sorted(self._members, key=lambda each: not each.serves):

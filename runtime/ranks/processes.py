@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...grammar.codes import NO_DEVICE
+from ...grammar.scratch import no_room
 from .faults import RunError
 
 STORE = "PARC_STORE"
@@ -96,7 +99,7 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
     seconds for another rank fails.
 
     Raises:
-        RunError: there is no such device.
+        RunError: there is no such device, or no room for the file in which processes meet.
     """
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = device or torch.device(default_device().type)
@@ -113,15 +116,44 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
         server = stores.TCPStore(at.hostname, at.port, None, False, wait, wait_for_workers=False)
         store = stores.PrefixStore(at.path, server)
     elif place:
-        store = stores.FileStore(place, world)
+        store = _file_store(Path(place), world)
     else:
         store = next(iter(stores.rendezvous("env://", rank, world, timeout=wait)))[0]
     store.set_timeout(wait)
     # after an elastic restart the launcher's store still has the keys of the group before
     store = stores.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+    except dist.DistStoreError as error:
+        if str(error) in _NO_ROOM:
+            raise _no_room(Path(place).parent, str(error)) from None
+        raise
     return device
+
+
+_NO_ROOM = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOENT)}
+"""torch's texts of a file that cannot be written."""
+
+
+def _file_store(place: Path, world: int) -> Any:
+    """Return the store in a file, which must have a folder: torch would wait for that for five minutes, and hold
+    Python's lock, so that no other thread could end the process.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    stores: Any = dist  # torch does not declare what it exports there
+    try:
+        place.touch()
+        return stores.FileStore(str(place), world)
+    except (OSError, dist.DistStoreError) as error:
+        raise _no_room(place.parent, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _no_room(folder: Path, reason: str) -> RunError:
+    said = no_room(reason, folder)
+    return RunError(said.code, said.message, said.help)
 
 
 @dataclass(slots=True)

@@ -39,8 +39,8 @@ def build_mesh(build: Build) -> Mesh:
     return build.programs[FORWARD].mesh
 
 
-def check_fits(build: Build, world: int) -> None:
-    """Check that a build fits this torch and a number of processes.
+def check_fits(build: Build, world: int, hosts: int = 1) -> None:
+    """Check that a build fits this torch and a number of processes on so many hosts.
 
     Raises:
         RunError: one of them differs from the build's.
@@ -53,11 +53,9 @@ def check_fits(build: Build, world: int) -> None:
         )  # fmt: skip
     mesh = build_mesh(build)
     if world != mesh.world:
-        raise RunError(
-            WORLD_SIZE,
-            f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}",
-            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} SCRIPT.py`",
-        )  # fmt: skip
+        here = f"`parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} SCRIPT.py`"
+        help_ = f"start {mesh.world}: {here if hosts == 1 else '`--nnodes` times `--nproc` is their number'}"
+        raise RunError(WORLD_SIZE, f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}", help_)
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from parc.cli import main
+from parc.grammar.scratch import line_held
 from parc.runtime.launch import train
 from parc.runtime.launch.failures import Failure, begin, leave_failure, stop_of, stop_said
-from parc.runtime.launch.lifeline import line_held
 from parc.runtime.launch.voices import VOICES, stop_signals
 from parc.runtime.ranks.processes import STORE
 from parc.runtime.session.session import Session

@@ -258,6 +258,8 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path, mo
     assert code == 2 and "-D is for plans" in err
     assert run(made, "--save-every", 2)[0] == 2
     assert run(made, "--nnodes", 2)[0] == 2
+    code, err = run(made, "--nnodes", 3, "--rdzv-endpoint", "localhost:1")
+    assert code == 2 and "help: start 2: `--nnodes` times `--nproc` is their number" in err
     code, err = run(made, "--resume", tmp_path)
     assert code == 1 and "error[P0304]" in err and "help: name a folder that `parc run --save`" in err
     (tmp_path / "knock").mkdir()

@@ -19,7 +19,7 @@ from torch.distributed.run import main as agent
 
 import parc
 from parc.cli import main
-from parc.runtime.launch.lifeline import line_held
+from parc.grammar.scratch import line_held
 from parc.runtime.launch.voices import VOICES
 from parc.runtime.observe.writers import MetricsFile
 from parc.runtime.ranks.faults import writing

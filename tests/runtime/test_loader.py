@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
+import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import parc
 from parc.grammar.codes import BAD_DATA
 from parc.runtime.data import feed, reading
+from parc.runtime.data.reading import Closing, RowReader, in_thread
 from parc.runtime.launch.load import dataloader
 from parc.runtime.ranks.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
-from tests.runtime.ranks import run_ranks
+from tests.runtime.ranks import SERVER, run_ranks, start_server
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 
 CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
@@ -284,6 +290,75 @@ def test_a_worker_of_a_plan_that_hangs_is_said_and_ended(tmp_path: Path, monkeyp
         while (left := set(multiprocessing.active_children()) - before) and time.monotonic() < until:
             time.sleep(0.02)
         assert not left
+
+
+class Stuck:
+    """Samples whose second batch leaves the worker that reads it stopped, or in C with Python's lock for an hour."""
+
+    count = None
+
+    def __init__(self, how: str, place: Path) -> None:
+        self._how, self._place = how, place
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Return a sample."""
+        if number >= 8:
+            self._place.write_text(str(os.getpid()))
+            if self._how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            ctypes.PyDLL(None).sleep(3600)
+        return {"tokens": torch.arange(8)}
+
+
+def reads_until_stuck(how: str, place: Path) -> None:
+    """Read two batches by a worker, the first in a thread that ends with it."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore # it may have children
+    reader = RowReader(Closing(Stuck(how, place), threading.Event()), range(8), 8, 1)
+    assert in_thread(lambda: reader(0), threading.Event()).result()
+    time.sleep(0.1)
+    reader(8)
+
+
+@pytest.mark.parametrize("how", ["stopped", "in C"])
+def test_a_worker_ends_with_its_rank_wherever_it_is(how: str, tmp_path: Path) -> None:
+    start_server()
+    rank = SERVER.Process(target=reads_until_stuck, args=(how, tmp_path / "worker"), daemon=True)
+    rank.start()
+    try:
+        worker = wait_until(lambda: (tmp_path / "worker").read_text(), "a worker that reads the second batch")
+        wait_until(lambda: (state_of(worker) == "T") == (how == "stopped"), "a worker that is stuck")
+    finally:
+        rank.kill()
+    wait_until(lambda: state_of(worker) in ("", "Z"), "the end of the worker")
+
+
+def test_the_end_of_reading_waits_for_no_worker_that_is_stopped(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    reader = RowReader(Closing(Stuck("stopped", tmp_path / "worker"), threading.Event()), range(4), 4, 1)
+    assert len(reader(0)["tokens"]) == 4
+    wait_until(lambda: state_of((tmp_path / "worker").read_text()) == "T", "a worker that is stopped")
+    begun = time.monotonic()
+    del reader
+    assert time.monotonic() - begun < 3 and set(multiprocessing.active_children()) <= before
+
+
+def wait_until(ready: Callable[[], Any], what: str) -> Any:
+    """Wait until a value is there, and return it."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with suppress(FileNotFoundError):
+            if value := ready():
+                return value
+        time.sleep(0.01)
+    pytest.fail(f"there is no {what}")
+
+
+def state_of(process: str) -> str:
+    """Return Linux's letter for the state of a process, "" for one that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
 
 
 def test_what_a_loader_cannot_do_is_said(tmp_path: Path) -> None:
