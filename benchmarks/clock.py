@@ -1,19 +1,24 @@
 """``make bench-clock``: plans of three models on one and two ranks of this machine, beside the times that the clock
 predicts for it.
 
-The machine is measured first (``parc cluster measure``), or ``--cluster FILE`` names its file. Of a run's steps the
-fastest counts, as of the measurements: other work on the machine only makes steps slower.
+The machine is measured first (``parc cluster measure``), or ``--cluster FILE`` names its file. All plans run in turn,
+so many rounds, and of a plan's steps the fastest counts, as of the measurements: other work on the machine only makes
+steps slower. The load of the machine is printed beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +124,30 @@ def parc(*words: object) -> str:
 
 
 def measured(build: Path) -> float:
-    """Return the fastest step of a run, without the first ones."""
+    """Return the fastest step of a run, without the first two."""
     metrics = build.with_suffix(".jsonl")
     metrics.unlink(missing_ok=True)
-    parc("run", build, "--steps", STEPS, "--metrics", metrics)
+    parc("run", build, "--steps", STEPS, "--metrics", metrics, "--no-first-check")
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return min(row["step_s"] for row in rows[2:] if "step_s" in row)
+
+
+def print_price() -> None:
+    """Print what pricing Llama 3 405B on 16,384 ranks takes after it is compiled, in seconds of a processor."""
+    from parc.compiler.clock.cluster import find_cluster
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
+    from parc.step_time import price
+
+    seconds = [time.process_time()]
+    plan = read_plan(ROOT / "examples" / "llama3-405b.parc", {"dp": "128", "microbatches": "16"})
+    build = compile_plan(plan, ROOT / "examples").build
+    seconds.append(time.process_time())
+    step = price(build, plan, find_cluster("h100-sxm"))
+    seconds.append(time.process_time())
+    compiling, pricing = (after - before for before, after in pairwise(seconds))
+    print(f"{build.mesh.world:,} ranks: compiled in {compiling:.1f} s of a processor, priced in {pricing:.2f} s")
+    print(f"{pricing / compiling:.1%} of that: a step takes {step.time.seconds:.1f} s on {step.cluster.name}")
 
 
 def main() -> None:
@@ -132,18 +155,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cluster", type=Path, help="a file of this machine, instead of a measurement")
     parser.add_argument("--only", default="", help="configurations with this in their names")
+    parser.add_argument("--rounds", type=int, default=2, help="the times that each plan runs")
+    parser.add_argument("--price", action="store_true", help="say instead what pricing takes")
     args = parser.parse_args()
+    if args.price:
+        print_price()
+        return
     cluster = args.cluster or BUILDS / "here.toml"
     if args.cluster is None:
         BUILDS.mkdir(parents=True, exist_ok=True)
         parc("cluster", "measure", "-o", cluster)
+    chosen = [config for config in CONFIGS if args.only in f"{config.model} {config.name}"]
+    builds = {config: built(BUILDS / f"clock{CONFIGS.index(config)}", config.text) for config in chosen}
+    fastest = dict.fromkeys(chosen, math.inf)
+    for number in range(args.rounds):
+        print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+        for config, build in builds.items():
+            fastest[config] = min(fastest[config], measured(build))
     rows: list[tuple[Config, float, float, dict[str, Any]]] = []
-    for at, config in enumerate(CONFIGS):
-        if args.only not in f"{config.model} {config.name}":
-            continue
-        build = built(BUILDS / f"clock{at}", config.text)
+    for config, build in builds.items():
         form = json.loads(parc("show", build, "--time", "--cluster", cluster.resolve(), "--json"))
-        seconds = measured(build)
+        seconds = fastest[config]
         rows.append((config, seconds, form["step_s"], form["parts"]))
         shares = " ".join(f"{part} {value / form['step_s']:.0%}" for part, value in form["parts"].items())
         print(f"{config.model:6} {config.name:24} {1e3 * seconds:8.1f} ms {1e3 * form['step_s']:8.1f} ms"

@@ -4,10 +4,13 @@ circle. No other module opens a file that parc did not write in the same process
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
 import stat
+import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,26 @@ def read_bounded(path: Path, most: int) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {size_text(most)}", str(path))
     return data
+
+
+def read_packed_json(path: Path, most_packed: int, most: int) -> Any:
+    """Read the value of a gzipped JSON file of at most ``most_packed`` bytes, and of ``most`` unpacked.
+
+    Raises:
+        OSError: it cannot be read, or it or what it holds is too large.
+        ValueError: it is no whole gzip file, or no JSON.
+    """
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(read_bounded(path, most_packed))) as file:
+            data = file.read(most + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"it is no gzip file: {error}") from None
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it holds more than {size_text(most)}", str(path))
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_regular(path: Path) -> Path:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import permutations
 
 from parc.compiler.analysis.communication import placed_messages
-from parc.compiler.clock.cluster import ClusterError, find_cluster
+from parc.compiler.clock.cluster import Cluster, ClusterError, find_cluster
 from parc.compiler.clock.links import Links
 from parc.compiler.layout.mesh import UnevenNodes, node_levels
 from parc.compiling.compiled import Compiled
 from parc.grammar.codes import NODE_ORDER
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
-from parc.step_time import price, seconds_text
+from parc.step_time import price, seconds_on, seconds_text
 
 _LEAST_GAIN = 0.05
 """The part of a step from which another order is worth a warning."""
@@ -23,7 +25,7 @@ _MOST_AXES = 6
 
 def cheaper_orders(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of the order of the mesh's axes if another one makes a step on the plan's cluster shorter by 5 %. Of orders
-    in which all groups lie on nodes alike, one is priced."""
+    in which all groups lie on nodes alike, one is priced, and none where messages take less than that."""
     plan, build = compiled.plan, compiled.build
     if plan.cluster is None or len(plan.mesh.axes) > _MOST_AXES:
         return
@@ -32,16 +34,18 @@ def cheaper_orders(compiled: Compiled) -> Iterator[Diagnostic]:
         now = price(build, plan, cluster)
     except ClusterError:
         return  # `--time` says it
+    least = (1 - _LEAST_GAIN) * now.time.seconds
+    if seconds_on(now, replace(now.links, cluster=_with_free_messages(now.cluster))) > least:
+        return
     groups = {compiled.mesh.spread(placed.message.axes) for role in build.roles.values()
               for _, placed in placed_messages(role)}  # fmt: skip
-    alike: dict[object, tuple[str, ...]] = {}
+    alike: dict[object, tuple[tuple[str, ...], Links]] = {}
     for order in _orders(compiled, now.node):
-        links = Links(now.links.mesh, now.cluster, now.node, compiled.mesh.spread(order))
-        alike.setdefault(tuple(links.place(axes) for axes in sorted(groups)), order)
-    times = {order: price(build, plan, cluster, order=compiled.mesh.spread(order)).time.seconds
-             for order in alike.values()}  # fmt: skip
+        links = replace(now.links, order=compiled.mesh.spread(order))
+        alike.setdefault(tuple(links.place(axes) for axes in sorted(groups)), (order, links))
+    times = {order: seconds_on(now, links) for order, links in alike.values()}
     best = min(times, key=times.__getitem__, default=())
-    if best and times[best] < (1 - _LEAST_GAIN) * now.time.seconds:
+    if best and times[best] < least:
         axes = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in best)
         yield Diagnostic(
             NODE_ORDER,
@@ -49,6 +53,12 @@ def cheaper_orders(compiled: Compiled) -> Iterator[Diagnostic]:
             f" {seconds_text(times[best])} in another order of the mesh",
             Label(plan.mesh_spans[best[-1]]), help=f"write `mesh {axes}`", severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def _with_free_messages(cluster: Cluster) -> Cluster:
+    """Return a cluster on which messages take no time: no order of the mesh is faster there."""
+    free = replace(cluster.node, bandwidth=math.inf, start=0.0, hop=0.0)
+    return replace(cluster, node=free, network=free, device=replace(cluster.device, taken_by_messages=0.0))
 
 
 def _orders(compiled: Compiled, node: int) -> Iterator[tuple[str, ...]]:

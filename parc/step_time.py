@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parc.compiler.analysis.flops import product_type, step_flops
 from parc.compiler.build.build import Build
-from parc.compiler.clock.cluster import Cluster, ClusterError
+from parc.compiler.clock.cluster import Cluster, ClusterError, find_cluster
 from parc.compiler.clock.lines import Habits
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.programs import STEP_PARTS
@@ -22,6 +23,8 @@ from parc.runtime.observe.observer import work_per_step
 
 _MOST_LINES = 10
 """The most lines of the plan that a table shows."""
+NO_CLUSTER = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
+"""The way to seconds."""
 _DAY = 24 * 3600.0
 
 
@@ -40,6 +43,8 @@ class PricedStep:
     dtype: str
     groups: int
     """The groups of ranks that a rank talks in."""
+    updates: Mapping[str, float]
+    """The seconds of each role's update."""
 
     @property
     def world(self) -> int:
@@ -52,10 +57,8 @@ class PricedStep:
         return self.flops / (self.time.seconds * self.cluster.peak_of(self.dtype) * self.world)
 
 
-def price(
-    build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None, order: Sequence[str] = ()
-) -> PricedStep:
-    """Price a step of a build on a cluster; ``order`` is another one of the mesh's axes.
+def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = None) -> PricedStep:
+    """Price a step of a build on a cluster.
 
     Raises:
         ClusterError: the cluster has too few nodes, or no peak for the type of the plan's products.
@@ -70,13 +73,39 @@ def price(
     dtype = "float32" if type_ is None else str(type_.dtype).removeprefix("torch.")
     cluster.peak_of(dtype)
     cluster = cluster.shared_by(min(world, node))
-    links = Links(build.mesh, cluster, node, order)
+    links = Links(build.mesh, cluster, node)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
-    stage_line = plan.stages[0].span.line if plan.stages else 0
-    clock = StepClock(build.roles, links, habits or Habits(), updates, stage_line)
+    clock = StepClock(build.roles, links, habits or Habits(), updates, _stage_line(build, plan))
     flops = step_flops(build.reference, build.microbatches) if build.trains else 0
     time = clock.run()
-    return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups)
+    return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups, updates)
+
+
+def seconds_on(step: PricedStep, links: Links) -> float:
+    """Return the seconds of a priced step, of parc's own habits, on other links."""
+    line = _stage_line(step.build, step.plan)
+    return StepClock(step.build.roles, links, Habits(), step.updates, line, step.time).run().seconds
+
+
+def _stage_line(build: Build, plan: Plan) -> int:
+    """Return the line by which a plan has stages, in the file that a person wrote; 0 if it has none. The plan that a
+    build holds has other lines."""
+    if not plan.stages:
+        return 0
+    span = plan.stages[0].span
+    held = plan.source.text == build.texts.get("plan.parc") and "written" in build.report
+    return int(build.report["written"][span.line - 1]["line"]) if held else span.root.line
+
+
+def cluster_of(plan: Plan, folder: Path, name: str | None = None) -> Cluster | None:
+    """Return the cluster that a command names, or else the plan; None if neither does.
+
+    Raises:
+        ClusterError: there is none of that name, or its file is wrong.
+    """
+    if name is not None:
+        return find_cluster(name)
+    return None if plan.cluster is None else find_cluster(plan.cluster.name, folder)
 
 
 def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> float:
@@ -108,7 +137,7 @@ def step_json(step: PricedStep, tokens: float | None = None) -> dict[str, Any]:
         "model_flops": step.flops, what: count, f"{what}_per_s": count / seconds,
         f"{what}_per_s_per_gpu": count / seconds / step.world, "longest": time.longest,
         "parts": time.parts(time.longest), "roles": {name: time.parts(name) for name in time.roles},
-        "exposed": [{"axis": axis, "line": line, "s": wait} for (axis, line), wait in _exposed(step)],
+        "exposed": [{"axis": axis, "line": line, "s": wait} for (axis, line), wait in exposed_rows(step)],
         "lines": [{"line": line, "s": spent} for line, spent in _lines(step)],
         "framework_bytes": framework_bytes(step),
     }  # fmt: skip
@@ -121,7 +150,8 @@ def step_json(step: PricedStep, tokens: float | None = None) -> dict[str, Any]:
 MFU_WORDS = "model FLOPs of products forward and backward, attention in full (a causal mask halves nothing)"
 
 
-def _exposed(step: PricedStep) -> list[tuple[tuple[str, int], float]]:
+def exposed_rows(step: PricedStep) -> list[tuple[tuple[str, int], float]]:
+    """Return the waits of the role that waits least for others, by axis and line of the plan, the longest first."""
     waits = step.time.roles[step.time.longest].exposed
     return sorted(waits.items(), key=lambda pair: -pair[1])
 
@@ -165,7 +195,7 @@ def time_rows(step: PricedStep, tokens: float | None = None) -> Iterator[tuple[s
     for name, _ in step.build.mesh.declared.axes:
         place = step.links.place((name,)) if step.build.mesh.size(name) > 1 else None
         if place is not None:
-            waits = sum(wait for (axis, _), wait in _exposed(step) if name in axis.split(","))
+            waits = sum(wait for (axis, _), wait in exposed_rows(step) if name in axis.split(","))
             yield f"axis {name}", f"{place.ranks} ranks {place.words}: {seconds_text(waits)} of waits"
     own = f"context {size_text(int(step.cluster.framework.context))}, buffers of groups {{}}"
     groups = framework_bytes(step) - int(step.cluster.framework.context)

@@ -13,6 +13,7 @@ import pytest
 from parc.advice import warnings_of
 from parc.cli import main
 from parc.cli.terminal import text_table
+from parc.compiler.analysis.across_nodes import NodeSpread
 from parc.compiler.clock.cluster import (
     Cluster,
     ClusterError,
@@ -22,7 +23,7 @@ from parc.compiler.clock.cluster import (
     shipped,
 )
 from parc.compiler.clock.lines import Habits, product_seconds
-from parc.compiler.clock.links import Links, RankPlace
+from parc.compiler.clock.links import Links
 from parc.compiler.clock.programs import ProgramClock
 from parc.compiler.clock.step import StepClock, StepTime
 from parc.compiler.layout.mesh import Mesh
@@ -107,28 +108,29 @@ def test_an_all_reduce_is_its_ring_in_closed_form() -> None:
     links = Links(Mesh.parse("dp=8"), replace(H100, algorithms=("ring",)), 8)
     size = 2 * 7 / 8 * 1e9
     node = H100.node
-    assert links.seconds("all_reduce", ("dp",), size) == pytest.approx(
+    assert links.seconds("all_reduce", ("dp",), 10**9) == pytest.approx(
         node.start + 14 * node.hop + size / (450e9 * node.all_reduce)
     )
 
 
 def test_a_ring_across_nodes_has_the_nics_of_its_ranks_in_a_node() -> None:
-    cluster, size = bare(), 1e9
+    cluster, size = bare(), 10**9
     inner, outer = Mesh.parse("dp=16"), Mesh.parse("dp=4, tp=8")
-    assert Links(inner, cluster, 8).place(("dp",)) == RankPlace(16, 2, 8)
-    assert Links(outer, cluster, 8).place(("dp",)) == RankPlace(4, 4, 1)
-    assert Links(inner, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(size / (8 * 50e9))
-    assert Links(outer, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(size / 50e9)
-    assert Links(outer, cluster, 8).seconds("all_gather", ("tp",), size) == pytest.approx(size / 450e9)
-    assert Links(outer, cluster, 8, ("tp", "dp")).seconds("all_gather", ("dp",), size) == pytest.approx(size / 450e9)
+    assert Links(inner, cluster, 8).place(("dp",)) == NodeSpread(16, 2, 8)
+    assert Links(outer, cluster, 8).place(("dp",)) == NodeSpread(4, 4, 1)
+    assert Links(inner, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(15 * size / (8 * 50e9))
+    assert Links(outer, cluster, 8).seconds("all_gather", ("dp",), size) == pytest.approx(3 * size / 50e9)
+    assert Links(outer, cluster, 8).seconds("all_gather", ("tp",), size) == pytest.approx(7 * size / 450e9)
+    turned = Links(outer, cluster, 8, ("tp", "dp"))
+    assert turned.seconds("all_gather", ("dp",), size) == pytest.approx(3 * size / 450e9)
 
 
 def test_small_sums_go_by_the_tree_and_large_ones_by_the_switches() -> None:
     across = Links(Mesh.parse("dp=64"), H100, 8)
     ring = Links(Mesh.parse("dp=64"), replace(H100, algorithms=("ring",)), 8)
-    assert across.seconds("all_reduce", ("dp",), 1e3) < ring.seconds("all_reduce", ("dp",), 1e3)
+    assert across.seconds("all_reduce", ("dp",), 1000) < ring.seconds("all_reduce", ("dp",), 1000)
     inside, alone = Links(Mesh.parse("dp=8"), H100, 8), Links(Mesh.parse("dp=4"), H100, 8)
-    assert inside.seconds("all_reduce", ("dp",), 1e9) < alone.seconds("all_reduce", ("dp",), 1e9)
+    assert inside.seconds("all_reduce", ("dp",), 10**9) < alone.seconds("all_reduce", ("dp",), 10**9)
 
 
 # ---- lines and programs
@@ -318,3 +320,38 @@ def test_the_time_of_a_plan_looks_as_it_did() -> None:
         golden.write_text(text)
         pytest.fail(f"{golden.name} was missing and is written anew: look at it and run again")
     assert golden.read_text() == text
+
+
+LINES = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2)
+
+
+def forward(
+    x: "bf16[1024, 1024]",  # input x
+    v: "bf16[1024, 1024]",  # parameter v
+):
+    wide = aten._to_copy.default(x, dtype=torch.float32)  # f32[1024, 1024] | norm - plan:2
+    twice = aten.mul.Tensor(wide, 2.0)  # f32[1024, 1024] | norm - plan:2
+    t = aten.t.default(v)  # bf16[1024, 1024] | up - plan:2
+    y = aten.mm.default(x, t)  # bf16[1024, 1024] | up - plan:2
+    flat = aten.reshape.default(y, [512, 2048])  # bf16[512, 2048] | up - plan:2
+    turned = aten.t.default(flat)  # bf16[2048, 512] | up - plan:2
+    copied = aten.reshape.default(turned, [1024, 1024])  # bf16[1024, 1024] | up - plan:2
+    total = aten.add.Tensor(wide, twice)  # f32[1024, 1024] | norm - plan:2
+    return {
+        "output z": total,
+        "output c": copied,
+    }
+'''
+
+
+def test_views_move_no_bytes_and_a_cast_to_a_wider_type_is_repeated_where_it_is_read() -> None:
+    program, cluster, entries = parse_program(LINES), bare(peak={"bf16": 1e12}), 1024**2
+    links = Links(program.mesh, cluster, 8)
+    eager, fused = (ProgramClock(program, links, Habits(compiled=on)) for on in (False, True))
+    bytes_ = [cluster.device.bandwidth * time.seconds / entries for time in eager.line_times(program.main)]
+    assert bytes_ == pytest.approx([6, 8, 0, bytes_[3], 0, 0, 4, 12])
+    bytes_ = [cluster.device.bandwidth * time.seconds / entries for time in fused.line_times(program.main)]
+    assert bytes_[:3] == pytest.approx([0, 2 + 4, 0])  # reads `x`, writes `twice`
+    assert bytes_[4:] == pytest.approx([0, 0, 2 + 2, 2 + 4 + 4])  # reads `x` and `twice` again

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,10 +21,13 @@ from parc.cli.explain import print_explanation
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.explaining.differences import compare_sides
 from parc.explaining.explain import Explainer, UnknownWhat
-from parc.explaining.sides import Side, side_of_plan, with_and_without
+from parc.explaining.measured import ForeignFile, profile_rows, trace_rows
+from parc.explaining.sides import Side, on_cluster, side_of_plan, with_and_without
 from parc.report_words import traffic_by
+from parc.runtime.ranks.waits import TracedSpan, write_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+CLUSTER = "h100-sxm"
 GOLDEN = Path(__file__).parent / "golden" / "explained.txt"
 
 PLAN = """\
@@ -82,7 +88,17 @@ EXPLAINED = [
     ("tensor", "pp=2 tp=1", "pp0:no:1"),
     ("tensor", "", "blocks.1.mlp"),
     ("tensor", "", "memory"),
+    ("tensor", "", "time"),
 ]
+TIMED = [
+    ("tensor", "", "line:18"),
+    ("zero 3", "", "no:16"),
+    ("ring", "", "no:1"),
+    ("tensor", "pp=2 tp=1", "pp0:no:1"),
+    ("tensor", "", "blocks.1.mlp"),
+    ("tensor", "pp=2 tp=1", "time"),
+]
+"""Explanations on a cluster."""
 COMPARED = [
     (("tensor", ""), ("tensor", "tp=4")),
     (("zero 1", ""), ("zero 3", "")),
@@ -93,6 +109,11 @@ COMPARED = [
     (("ring", ""), ("gathered", "")),
     (("tensor", ""), ("tiny", "")),
     (("tensor", ""), ("tensor", "")),
+]
+COMPARED_TIMES = [
+    (("tensor", ""), ("tensor", "tp=4")),
+    (("zero 1", ""), ("zero 3", "")),
+    (("sequence", ""), ("tensor", "")),
 ]
 
 
@@ -132,6 +153,16 @@ def test_explanations_and_differences_look_as_they_did(folder: Path, capsys: pyt
         texts.append(
             f"# diff {' '.join(filter(None, left))}, {' '.join(filter(None, right))}\n{capsys.readouterr().out}"
         )
+    for plan, defines, what in TIMED:
+        print_explanation(Explainer(on_cluster(side(folder, plan, defines), CLUSTER)).explain(what), what, False)
+        texts.append(
+            f"# explain {' '.join(filter(None, (plan, defines)))}: {what} on {CLUSTER}\n{capsys.readouterr().out}"
+        )
+    for left, right in COMPARED_TIMES:
+        sides = (on_cluster(side(folder, *one), CLUSTER) for one in (left, right))
+        print_comparison(compare_sides(*sides), False)
+        names = ", ".join(" ".join(filter(None, one)) for one in (left, right))
+        texts.append(f"# diff {names} on {CLUSTER}\n{capsys.readouterr().out}")
     sequence = side(folder, "sequence")
     print_comparison(
         compare_sides(*with_and_without(sequence, Explainer(sequence).lines_of("split.parc:5"), lambda _: None)), False
@@ -183,6 +214,24 @@ def test_a_difference_counts_what_the_reports_count(folder: Path) -> None:
     assert changes == sorted(changes, reverse=True)
 
 
+def test_explained_seconds_are_those_of_the_clock(folder: Path) -> None:
+    for plan, defines in (("tensor", ""), ("zero 3", ""), ("ring", ""), ("tensor", "pp=2 tp=1")):
+        explainer = Explainer(on_cluster(side(folder, plan, defines), CLUSTER))
+        seconds = explainer.seconds
+        assert seconds is not None
+        spent = seconds.time.roles[seconds.role]
+        roots = {line.root for line in explainer.facts.lines} | {0}
+        assert sum(seconds.of_lines({root}).all for root in roots) == pytest.approx(sum(spent.lines.values()))
+        modules = seconds.of_modules(explainer.facts.tree.row_of)
+        assert sum(one.work for one in modules.values()) == pytest.approx(
+            sum(spent.lines.values()) - sum(spent.exposed.values()), rel=0.02
+        )
+        first = {entry["message"]: entry for entry in explainer.facts.entries if entry["role"] == seconds.role}
+        received = spent.exposed.get((explainer.build.axis, 12), 0.0)  # waits for what other stages send
+        waits = sum(explainer._message_time(entry).waited for entry in first.values() if entry["op"] != "send")
+        assert waits + received == pytest.approx(sum(spent.exposed.values()))
+
+
 @pytest.mark.parametrize(
     ("what", "message", "help_"),
     [
@@ -217,9 +266,65 @@ def test_the_commands_take_plans_and_say_what_they_lack(folder: Path, capsys: py
         (["explain", str(folder / "no.parc"), "memory"], 1, "cannot be read"),
         (["diff", plan], 2, "name two builds or plans"),
         (["explain", "P9999"], 1, "there is no code `P9999`"),
+        (["explain", plan, "time", "--cluster", "h100"], 1, "there is no cluster `h100`"),
+        (["diff", plan, "--trace", "trace.json"], 2, "each go with one build"),
     ):
         assert main(words) == code
         assert text in capsys.readouterr().err
+
+
+# ---- what runs measured
+
+
+def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Path, tmp_path: Path) -> None:
+    step = on_cluster(side(folder, "tensor", "pp=2 tp=1"), CLUSTER).step
+    assert step is not None
+    trace, roles = tmp_path / "trace.json", [*step.build.roles]
+    spans: dict[str, list[TracedSpan]] = {
+        name: [(str(span.action), "work", number, round(1e9 * (number + span.start)), round(1e9 * (number + span.end)))
+               for number in range(3) for span in of_role]
+        for name, of_role in step.time.timeline.spans.items()
+    }  # fmt: skip
+    write_trace(trace, [(f"rank {rank} ({roles[rank // 2]})", 0, spans[roles[rank // 2]]) for rank in range(4)])
+    rows = trace_rows(trace, step)
+    assert {row.role for row in rows} == {*roles} and {row.name for row in rows} >= {"step", "0F", "0RECV_B", "1B"}
+    for row in rows:
+        last = max(span.end for span in step.time.timeline.spans[row.role])
+        assert row.measured == pytest.approx(last if row.name == "step" else row.predicted, abs=1e-6)
+    for old, new, message in (
+        ('"0F1"', '"0F7"', "rank 0 did `0F7`"), ('"0F1"', '"0F0"', "rank 0 did no `0F1`"),
+        ("rank 1 (pp0)", "rank 1 (pp4)", "`pp4`, which is no role"),
+        ('"by": "parc"', '"by": "me"', "no trace of parc's"),
+    ):  # fmt: skip
+        (tmp_path / "other.json").write_text(trace.read_text().replace(old, new))
+        with pytest.raises(ForeignFile, match=re.escape(message)):
+            trace_rows(tmp_path / "other.json", step)
+
+
+def test_a_profiles_ranges_stand_beside_the_predicted_lines_of_its_build(folder: Path, tmp_path: Path) -> None:
+    step = on_cluster(side(folder, "tensor"), CLUSTER).step
+    assert step is not None
+    program = next(program for program in step.build.roles["stage0"].programs.values() if program.action == "F")
+    block = program.function("blocks")
+    first = program.text().split("\n").index("def blocks(") + len(block.parameters) + 3
+    names = [
+        f"stage0.F.py:{row} {line.names} = {line.op} | {line.origin}" for row, line in enumerate(block.lines, first)
+    ]
+    events = [{"name": name, "cat": "user_annotation", "dur": 10.0} for name in names for _ in range(2)]
+
+    def write(rows: list[dict[str, object]]) -> None:
+        (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": rows}).encode()))
+
+    write(events)
+    rows = {row.name: row for row in profile_rows(tmp_path, step)}
+    counts = Counter(str(line.origin.plan or "-") for line in block.lines)
+    assert {name: row.measured for name, row in rows.items() if row.measured} == pytest.approx(
+        {name: 1e-5 * count for name, count in counts.items()}
+    )
+    assert rows["16"].predicted == step.time.roles["stage0"].lines[16]
+    write([{**events[0], "name": names[0].replace(" = ", "_2 = ")}])
+    with pytest.raises(ForeignFile, match="of another build"):
+        profile_rows(tmp_path, step)
 
 
 # ---- the figures of `parc show`

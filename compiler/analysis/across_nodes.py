@@ -8,7 +8,7 @@ share what enters and leaves the node. A rank has one NIC, or its equal part of 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,34 +18,50 @@ from ..layout.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class NodeSpread:
-    """The place of a group of ranks: their number, and how many of them share each of its nodes."""
+    """The place of a group of ranks: their number, the number of nodes, and the most that share one."""
 
     ranks: int
+    nodes: int
     inside: int
 
     @property
-    def nodes(self) -> int:
-        """The number of nodes with ranks of the group."""
-        return self.ranks // self.inside
+    def words(self) -> str:
+        """The place in words."""
+        if self.nodes == 1:
+            return "inside a node"
+        return "across nodes" if self.inside == 1 else f"across {self.nodes} nodes, {self.inside} ranks in each"
 
     def of(self, members: int) -> NodeSpread:
         """Return the place of some members of the group, spread over its nodes."""
-        return self if members == self.ranks else NodeSpread(members, max(1, self.inside * members // self.ranks))
+        if members == self.ranks:
+            return self
+        return NodeSpread(members, min(members, self.nodes), max(1, self.inside * members // self.ranks))
 
 
-def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = ()) -> NodeSpread:
-    """Return the place of a group over some axes, with ``node`` ranks in a node. ``order`` is that of all axes, the
-    innermost last; that of the mesh if it is left out.
+def offsets_of(mesh: Mesh, axes: Iterable[str], order: Sequence[str] = ()) -> list[int]:
+    """Return the ranks of the group of rank 0 over some axes, in their order. ``order`` is that of all axes on ranks,
+    the innermost last; that of the mesh if it is left out.
 
-    >>> place_of(Mesh.parse("pp=2, dp=4, tp=2"), ["dp"], 4), place_of(Mesh.parse("dp=4, tp=2"), ["tp"], 4)
-    (NodeSpread(ranks=4, inside=2), NodeSpread(ranks=2, inside=2))
+    >>> offsets_of(Mesh.parse("pp=2, dp=2, tp=2"), ["pp", "tp"])
+    [0, 1, 4, 5]
     """
     strides, stride = dict[str, int](), 1
     for axis in reversed(order or mesh.names):
         strides[axis], stride = stride, stride * mesh.size(axis)
-    sizes = {axis: mesh.size(axis) for axis in mesh.spread(axes)}
-    inside = math.prod(min(size, max(1, node // strides[axis])) for axis, size in sizes.items())
-    return NodeSpread(math.prod(sizes.values()), inside)
+    offsets = [0]
+    for part in mesh.spread(axes):
+        offsets = [before + at * strides[part] for before in offsets for at in range(mesh.size(part))]
+    return offsets
+
+
+def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = ()) -> NodeSpread:
+    """Return the place of a group over some axes, with ``node`` ranks in a node.
+
+    >>> place_of(Mesh.parse("pp=2, dp=4, tp=2"), ["dp"], 4), place_of(Mesh.parse("dp=4, tp=2"), ["tp"], 4)
+    (NodeSpread(ranks=4, nodes=2, inside=2), NodeSpread(ranks=2, nodes=1, inside=2))
+    """
+    nodes = Counter(offset // node for offset in offsets_of(mesh, axes, order))
+    return NodeSpread(nodes.total(), len(nodes), max(nodes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +74,7 @@ class Algorithm:
     source: str
 
 
-_TREE = Algorithm(
+TREES = Algorithm(
     "trees over nodes",
     lambda size, at: 2 * size * (at.nodes - 1) // at.ranks,
     "NCCL 2.4 and later: double binary trees over nodes, chains or the switch inside; each byte goes up and down once",
@@ -73,7 +89,7 @@ _SCATTER = Algorithm(
     lambda size, at: size * (at.ranks - 1) // at.ranks // at.inside,
     "NCCL, ReduceScatter: a ring for each NIC, which enters and leaves each node once; of n parts all but one pass",
 )
-_PAIRS = Algorithm(
+EACH_TO_EACH = Algorithm(
     "each to each",
     lambda size, at: size * (at.ranks - at.inside) // at.ranks,
     "torch's all_to_all_single: a send of NCCL to each other rank, those of other nodes by the rank's own NIC",
@@ -86,19 +102,24 @@ _HOPS = Algorithm(
 _SEND = Algorithm("one send", lambda size, at: size, "a send of NCCL to the stage beside, by the rank's own NIC")
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "all_reduce": _TREE, "all_reduce_among": _TREE, "row_max": _TREE, "all_gather": _GATHER, "reduce_scatter": _SCATTER,
-    "all_to_all": _PAIRS, "exchange": _PAIRS, "reduce_scatter_int8": _PAIRS, "all_gather_int8": _GATHER,
+    "all_reduce": TREES, "all_reduce_among": TREES, "row_max": TREES,
+    "all_gather": _GATHER, "all_gather_int8": _GATHER, "reduce_scatter": _SCATTER,
+    "all_to_all": EACH_TO_EACH, "exchange": EACH_TO_EACH, "reduce_scatter_int8": EACH_TO_EACH,
     "ring_attention": _HOPS, "ring_attention_backward": _HOPS, "send": _SEND,
 }  # fmt: skip
 """The algorithm across nodes of each collective of a report. Inside a node a rank sends its ``wire_bytes``, in rings
 or through the switch, and no NIC."""
 
 
-def nic_bytes(row: Mapping[str, Any], place: NodeSpread) -> int:
-    """Return the bytes that the busiest NIC of a group sends for a row of the report's communication, once; 0 where the
-    group lies in one node."""
-    place = place.of(row["ranks"]) if row["op"] != "send" else place
-    return 0 if place.nodes == 1 else ALGORITHMS[row["op"]].sent(row["bytes"], place)
+def nic_bytes(op: str, size: int, place: NodeSpread) -> int:
+    """Return the bytes that the busiest NIC of a group sends for a collective into which each rank puts ``size`` bytes;
+    0 where the group lies in one node."""
+    return 0 if place.nodes == 1 else ALGORITHMS[op].sent(size, place)
+
+
+def row_place(row: Mapping[str, Any], place: NodeSpread) -> NodeSpread:
+    """Return the place of the ranks that run a row of the report's communication, in a group at ``place``."""
+    return place if row["op"] == "send" else place.of(row["ranks"])
 
 
 def sent_across(
@@ -112,7 +133,7 @@ def sent_across(
         axis = row["axis"]
         if axis not in places:
             places[axis] = place_of(mesh, axis.split(","), node, order)
-        if size := row["count_per_step"] * nic_bytes(row, places[axis]):
+        if size := row["count_per_step"] * nic_bytes(row["op"], row["bytes"], row_place(row, places[axis])):
             key = row["role"], axis, row["hidden"]
             sent[key] = sent.get(key, 0) + size
     return sent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ..program.actions import ACTIONS, FORWARD, PHASES, REDUCE, UNSHARD, kinds_t
 from ..program.binding import PARAMETERS
 from ..program.blocks import complete, working
 from ..program.plain import on_their_way
-from ..program.program import Function, Origin, Program, Ref
+from ..program.program import Function, Line, Origin, Program, Ref, Value
 from ..program.roles import Role, stage_key
 from .dataflow import converts
 from .liveness import local_bytes
@@ -91,9 +91,7 @@ def _walk(
             continue
         type_ = values[source.name].type
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
-        there, rows = type_.packed or (1, 1)
-        sent = row.travelling([values[name].type for name in line.uses])
-        size = sum(payload_bytes(line.op, t.local(program.mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
+        size = bytes_put_in(line, values, program.mesh, ranks)
         origin = line.origin
         if caller is not None:
             origin = replace(origin, module=complete(origin.module, caller.module))
@@ -105,6 +103,13 @@ def _walk(
             line.made[0].name in hidden, once, ranks,
         )  # fmt: skip
         yield PlacedMessage(message, program, function, index, number is not None and number == before)
+
+
+def bytes_put_in(line: Line, values: Mapping[str, Value], mesh: Mesh, ranks: int) -> int:
+    """Return the bytes that a rank puts into the collective of a line among so many ranks."""
+    there, rows = values[line.uses[0]].type.packed or (1, 1)
+    sent = COLLECTIVES[line.op].travelling([values[name].type for name in line.uses])
+    return sum(payload_bytes(line.op, t.local(mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
 
 
 def _payload(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:

@@ -82,13 +82,14 @@ class LineTimes:
 
     def of(self, function: Function) -> list[LineTime]:
         """Return the time of each line of a function; of a call, and of a message, only what the process needs."""
-        times = [self._line(line, function) for line in function.lines]
+        storage = _Storages(function, self.views[function.name])
+        times = [self._line(line, function, at in storage.views) for at, line in enumerate(function.lines)]
         if self.habits.compiled:
-            for at, seconds in self._fused(function):
+            for at, seconds in self._fused(function, storage):
                 times[at] = LineTime(seconds, "other")
         return times
 
-    def _line(self, line: Line, function: Function) -> LineTime:
+    def _line(self, line: Line, function: Function, is_view: bool) -> LineTime:
         call = self.cluster.device.call
         if line.calls_function or line.op == WAIT:
             return NOTHING
@@ -97,15 +98,9 @@ class LineTimes:
         work = self._multiply_adds(line, function)
         if work:
             return LineTime(call + self._product(line, function, work), "products")
-        if self._is_view(line, function):
+        if is_view:
             return LineTime(call, "other")
         return LineTime(call + self._streamed(line, function), "other")
-
-    def _is_view(self, line: Line, function: Function) -> bool:
-        """Return whether all results of a line lie in storages of its operands."""
-        root = self.views[function.name].root
-        read = {root.get(name, name) for name in line.uses}
-        return bool(line.made) and all(root.get(value.name, value.name) in read for value in line.made)
 
     # ---- products
 
@@ -180,51 +175,114 @@ class LineTimes:
 
     # ---- fused lines
 
-    def _fused(self, function: Function) -> Iterator[tuple[int, float]]:
+    def _fused(self, function: Function, storage: _Storages) -> Iterator[tuple[int, float]]:
         """Yield the lines that are fused with others, each with the time of what it reads and writes for the group:
-        values outside it, and results that others read. A group ends where a product, a call or a message stands."""
-        values, group, groups = function.values(), 0, list[int]()
-        for line in function.lines:
-            fusible = self._is_fusible(line)
-            group += not fusible and not self._is_view(line, function)
-            groups.append(group if fusible else -1)
-        root = self.views[function.name].root
-        leaves = {root.get(name, name) for _, name in function.returns}
-        readers: dict[str, set[int]] = {}
+        values outside it, and results that others read. A group ends where a product, a call or a message stands. A
+        cast to a wider type is made again by each group that reads it."""
+        values, groups = function.values(), self._groups(function, storage)
+        leaves = {storage.root(name) for _, name in function.returns}
+        read_by: dict[str, set[int]] = {}
         for at, line in enumerate(function.lines):
-            for name in line.uses:
-                readers.setdefault(root.get(name, name), set()).add(groups[at])
-        read: dict[int, set[str]] = {}
-        made_in: dict[str, int] = {}
-        sums: dict[int, float] = {}
-        of_line: dict[int, float] = {}
+            for name in line.uses if at not in storage.views else ():
+                read_by.setdefault(storage.root(name), set()).add(groups[at])
+        again: dict[str, str] = {}
         for at, line in enumerate(function.lines):
-            if groups[at] < 0:
+            if groups[at] >= 0 and _widens(line, function):
+                name, source = line.made[0].name, storage.root(line.uses[0])
+                if name not in leaves and -1 not in read_by.get(name, ()):
+                    again[name] = again.get(source, source)
+                    read_by[again[name]] |= read_by.get(name, set())
+        sizes: dict[int, dict[int, int]] = {}
+        seen, made_in = set[tuple[int, str]](), dict[str, int]()
+        for at, line in enumerate(function.lines):
+            if (group := groups[at]) < 0 or at in storage.views or (line.made and line.made[0].name in again):
                 continue
             size = 0
-            for name in (root.get(name, name) for name in line.uses):
-                seen = read.setdefault(groups[at], set())
-                if made_in.get(name, -1) != groups[at] and name not in seen and name in values:
-                    seen.add(name)
+            for name in (again.get(storage.root(name), storage.root(name)) for name in line.uses):
+                if made_in.get(name, -1) != group and (group, name) not in seen and name in values:
+                    seen.add((group, name))
                     size += local_bytes(values[name].type, self.program)
             for value in line.made:
-                if root.get(value.name, value.name) == value.name:
-                    made_in[value.name] = groups[at]
-                    if value.name in leaves or readers.get(value.name, set()) - {groups[at]}:
+                if storage.root(value.name) == value.name:
+                    made_in[value.name] = group
+                    if value.name in leaves or read_by.get(value.name, set()) - {group}:
                         size += local_bytes(value.type, self.program)
-            of_line[at] = size
-            sums[groups[at]] = sums.get(groups[at], 0) + size
-        for at, moved in of_line.items():
-            total = sums[groups[at]]
+            sizes.setdefault(group, {})[at] = size
+        yield from ((at, 0.0) for at, group in enumerate(groups) if group >= 0)
+        for of_group in sizes.values():
+            total = sum(of_group.values())
             seconds = max(total / self.cluster.bandwidth(total), self.cluster.device.launch) if total else 0.0
-            yield at, seconds * moved / total if total else 0.0
+            yield from ((at, seconds * moved / total) for at, moved in of_group.items() if moved)
+
+    def _groups(self, function: Function, storage: _Storages) -> list[int]:
+        """Return the group of each line, -1 for those that are not fused. Norms that are kernels of their own cast what
+        they read and write themselves."""
+        groups, group, of_norm = list[int](), 0, dict[str, int]()
+        for at, line in enumerate(function.lines):
+            row = None if line.calls_function else facts(line.op)
+            source = storage.root(line.uses[0]) if line.uses else ""
+            if row is not None and self.habits.own_norms and row.precision == "sensitive" and not row.reduces:
+                of_norm.update((value.name, group + 1) for value in line.made)
+                groups.append(group + 1)
+                group += 2
+            elif row is not None and row.casts and source in of_norm:
+                groups.append(of_norm[source])
+            elif self._is_fusible(line):
+                groups.append(group)
+            else:
+                groups.append(-1)
+                group += at not in storage.views
+        return groups
 
     def _is_fusible(self, line: Line) -> bool:
         if line.calls_function or line.op in COLLECTIVES or line.op in RINGS:
             return False
         row = facts(line.op)
         drawn = row.key_at is not None and row.precision != "product"
-        norm = row.precision == "sensitive" and not self.habits.own_norms
+        norm = row.precision == "sensitive"
         moves = row.moves in ("copy", "shape", "dims", "place", "join")
         constant = row.number is not None
         return bool(row.elementwise or row.reduces or row.casts or constant or drawn or norm or moves)
+
+
+def _widens(line: Line, function: Function) -> bool:
+    """Return whether a line only casts to a wider type."""
+    if line.calls_function or not facts(line.op).casts:
+        return False
+    before, after = function.values()[line.uses[0]].type, line.made[0].type
+    return after.dtype.itemsize > before.dtype.itemsize
+
+
+def _permutes(line: Line) -> bool:
+    """Return whether a line changes the order of dims."""
+    return line.op.split(".")[1] in ("t", "transpose", "permute")
+
+
+class _Storages:
+    """The storages of a function's values as a device has them: ``views`` are the lines that move no bytes. A permuted
+    value is a view that is not contiguous, as products and attention read it; a reshape copies only such ones."""
+
+    def __init__(self, function: Function, aliases: Aliases) -> None:
+        self._root: dict[str, str] = {}
+        self.views: set[int] = set()
+        permuted = set[str]()
+        for at, line in enumerate(function.lines):
+            made = [value.name for value in line.made]
+            if line.calls_function or not line.uses or not made:
+                self._root.update((name, self.root(aliases.root.get(name, name))) for name in made)
+                continue
+            row, source = facts(line.op), line.uses[0]
+            shared = [name for name in line.uses if {aliases.root[one] for one in made} == {aliases.root[name]}]
+            if row.moves == "dims" or (shared and not (row.moves == "shape" and source in permuted)):
+                self.views.add(at)
+                first = self.root(shared[0] if shared else source)
+                self._root.update(dict.fromkeys(made, first))
+            if _ATTENTION.match(line.op):  # its results lie as its operands do
+                turned = not permuted.isdisjoint(line.uses)
+            else:
+                turned = at in self.views and row.moves != "shape" and (source in permuted) != _permutes(line)
+            permuted.update(made if turned else ())
+
+    def root(self, name: str) -> str:
+        """Return the first value in the same storage."""
+        return self._root.get(name, name)

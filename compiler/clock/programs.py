@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..analysis.communication import bytes_put_in
 from ..analysis.lifetimes import aliases
-from ..analysis.liveness import local_bytes
-from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS
 from ..layout.placement import TensorType
 from ..program.actions import ACTIONS, REDUCE
 from ..program.binding import Binding
@@ -54,6 +54,10 @@ class Spent:
         self.lines[message.line] += seconds
 
 
+MessageKey = int | Binding
+"""A message of a function: the number of the line that starts it, or the binding of a value that comes under way."""
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A message under way: when it arrives, from the start of the program on, its axis and its line of the plan."""
@@ -61,6 +65,7 @@ class InFlight:
     arrives: float
     axis: str
     line: int
+    key: MessageKey = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +78,51 @@ class StartedMessage:
 
 
 @dataclass
+class MessageTime:
+    """The seconds of a message on the links, and for how many of these a function waits for it."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass
 class ProgramTime:
-    """The seconds of a run of a program, where they go, and the messages that it leaves under way by binding."""
+    """The seconds of a run of a program, where they go, and the messages that it leaves under way by binding.
+    ``messages`` are those of the function itself, without those of functions that it calls."""
 
     seconds: float
     spent: Spent
     left: Mapping[Binding, InFlight] = field(default_factory=dict)
+    messages: Mapping[MessageKey, MessageTime] = field(default_factory=dict)
 
 
 class ProgramClock:
-    """The clock of one program of a role. ``blocks`` has the times of blocks by their texts, which programs share."""
+    """The clock of one program of a role. ``blocks`` has the times of blocks by their texts, which programs share, and
+    ``like`` the times of lines, which do not depend on links."""
 
     def __init__(
-        self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None
-    ) -> None:
+        self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None,
+        like: ProgramClock | None = None,
+    ) -> None:  # fmt: skip
         self.program, self.links, self.habits = program, links, habits
-        self._times = LineTimes(program, links.cluster, habits, aliases(program))
-        self._lines: dict[str, Sequence[LineTime]] = {}
+        times = None if like is None else like._times
+        self._times: LineTimes = times or LineTimes(program, links.cluster, habits, aliases(program))
+        self._lines: dict[str, Sequence[LineTime]] = {} if like is None else like._lines
         self._functions: dict[str, ProgramTime] = {}
         self._blocks = {} if blocks is None else blocks
-        self._coming = on_their_way(program)
+        self.coming = on_their_way(program)
 
     def run(self, function: Function | None = None, arriving: Mapping[Binding, InFlight] | None = None) -> ProgramTime:
         """Return the time of a main function, with messages under way that it awaits."""
         main = function or self.program.main
-        coming = arriving or {}
-        bound = {value.name: coming[value.binding] for value in main.parameters
-                 if value.binding is not None and value.binding in coming}  # fmt: skip
-        if bound:
-            return self._walk(main, bound)
-        return self._of(main)
+        if not arriving:
+            return self.of(main)
+        bound = {value.name: arriving[value.binding] for value in main.parameters
+                 if value.binding is not None and value.binding in arriving}  # fmt: skip
+        return self._walk(main, bound)
 
-    def _of(self, function: Function) -> ProgramTime:
+    def of(self, function: Function) -> ProgramTime:
+        """Return the time of a run of a function, of a main one with nothing under way."""
         if function.name not in self._functions:
             if function in self.program.mains:
                 time = self._walk(function, {})
@@ -115,55 +133,62 @@ class ProgramClock:
             self._functions[function.name] = time
         return self._functions[function.name]
 
-    def _lines_of(self, function: Function) -> Sequence[LineTime]:
+    def line_times(self, function: Function) -> Sequence[LineTime]:
+        """Return the time of each line of a function, without those of functions that it calls."""
         if function.name not in self._lines:
             self._lines[function.name] = self._times.of(function)
         return self._lines[function.name]
 
-    def _walk(self, function: Function, arriving: dict[str, InFlight]) -> ProgramTime:
+    def _walk(self, function: Function, coming: Mapping[str, InFlight]) -> ProgramTime:
         """Play a function: ``now`` is the time of the queue that computes, ``free`` when each group's queue is."""
-        now, spent, arriving = 0.0, Spent(), dict(arriving)
+        now, spent, arriving = 0.0, Spent(), dict(coming)
         free: dict[str, float] = {}
-        sizes = self._messages(function)
+        started = self._messages(function)
+        times = defaultdict[MessageKey, MessageTime](MessageTime)
         taken = self.links.cluster.device.taken_by_messages
-        for line, time in zip(function.lines, self._lines_of(function), strict=True):
+
+        def wait(message: InFlight, seconds: float) -> float:
+            spent.wait(message, seconds)
+            times[message.key].waited += seconds
+            return seconds
+
+        for at, (line, time) in enumerate(zip(function.lines, self.line_times(function), strict=True)):
             for name in line.uses:
                 if (message := arriving.pop(name, None)) is not None and message.arrives > now:
-                    spent.wait(message, message.arrives - now)
-                    now = message.arrives
+                    now += wait(message, message.arrives - now)
             if line.calls_function:
-                inner = self._of(self.program.function(line.op))
+                inner = self.of(self.program.function(line.op))
                 spent.add(inner.spent)
                 now += inner.seconds
                 continue
             spent.compute(line, time)
             now += time.seconds
-            if id(line) in sizes:
-                sent = sizes[id(line)]
-                begin = max(now, free.get(sent.axis, 0.0))
-                free[sent.axis] = begin + sent.seconds
-                message = InFlight(free[sent.axis], sent.axis, line.origin.plan)
+            if (sent := started.get(at)) is not None:
+                free[sent.axis] = max(now, free.get(sent.axis, 0.0)) + sent.seconds
+                message = InFlight(free[sent.axis], sent.axis, line.origin.plan, at)
+                times[at].seconds = sent.seconds
                 if taken:
-                    spent.wait(message, taken * sent.seconds)
-                    now += taken * sent.seconds
+                    now += wait(message, taken * sent.seconds)
                 arriving.update((name, message) for name in sent.results)
             elif line.op in RINGS:
-                more, axis = self._ring(line, function, time)
-                spent.wait(InFlight(0, axis, line.origin.plan), more)
-                now += more
-        main = function in self.program.mains
-        coming = {name: key for key, name in self._coming.items()} if main and function is self.program.mains[0] else {}
+                travels, more, axis = self._ring(line, function, time)
+                times[at].seconds = travels
+                now += wait(InFlight(0, axis, line.origin.plan, at), more)
+        bindings = {name: key for key, name in self.coming.items()} if function is self.program.mains[0] else {}
         left = dict[Binding, InFlight]()
         for _, name in function.returns:
             message = arriving.pop(name, None)
             if message is None or message.arrives <= now:
                 continue
-            if name in coming:
-                left[coming[name]] = InFlight(message.arrives - now, message.axis, message.line)
+            if name in bindings:
+                left[bindings[name]] = InFlight(message.arrives - now, message.axis, message.line, bindings[name])
             else:
-                spent.wait(message, message.arrives - now)
-                now = message.arrives
-        return ProgramTime(now, spent, left)
+                now += wait(message, message.arrives - now)
+        return ProgramTime(now, spent, left, times)
+
+    def axis_of(self, line: Line) -> str:
+        """Return the axes of a message's line, as texts name them."""
+        return ",".join(self.program.mesh.joined(COLLECTIVES[line.op].axes(line.args[1:])))
 
     def _sums_gradients(self, line: Line, type_: TensorType) -> bool:
         """Return whether a message sums gradients: of blocks' weights over ranks, once a step."""
@@ -172,12 +197,13 @@ class ProgramClock:
         return sums and len(type_.shape) > 0 and (action == REDUCE or ACTIONS[action].accumulates)
 
     def _messages(self, function: Function) -> dict[int, StartedMessage]:
-        """Return the messages of a function by the line that starts them: the first of those that travel together."""
-        sizes: dict[int, tuple[str, tuple[str, ...], float, int]] = {}
+        """Return the messages of a function by the number of the line that starts them: the first of those that travel
+        together."""
+        sizes: dict[int, tuple[str, tuple[str, ...], int, int]] = {}
         results: dict[int, list[str]] = {}
         first: dict[object, int] = {}
         values, mesh = function.values(), self.program.mesh
-        for line in function.lines:
+        for at, line in enumerate(function.lines):
             row = COLLECTIVES.get(line.op)
             if row is None or not row.communicates or line.op in RINGS:
                 continue
@@ -187,29 +213,25 @@ class ProgramClock:
             members = len(row.members(line.args[1:]) or ())
             ranks = members or math.prod(map(mesh.size, axes))
             type_ = values[line.uses[0]].type
-            there, rows = type_.packed or (1, 1)
-            sent = row.travelling([values[name].type for name in line.uses])
-            size = sum(payload_bytes(line.op, t.local(mesh), t.dtype.itemsize, ranks) for t in sent) * there // rows
+            size = bytes_put_in(line, values, mesh, ranks)
             if self.habits.half_gradients and function in self.program.mains and self._sums_gradients(line, type_):
                 size //= type_.dtype.itemsize // 2
             number = dict(line.kwargs).get(MESSAGE)
-            key = first.setdefault((line.op, number), id(line)) if number is not None else id(line)
-            before = sizes[key][2] if key in sizes else 0.0
+            key = first.setdefault((line.op, number), at) if number is not None else at
+            before = sizes[key][2] if key in sizes else 0
             results.setdefault(key, []).extend(value.name for value in line.made)
-            sizes[key] = line.op.removeprefix("parc."), axes, before + row.sent(size, ranks), members
+            sizes[key] = line.op.removeprefix("parc."), axes, before + size, members
         return {
             key: StartedMessage(self.links.seconds(op, axes, size, members), ",".join(mesh.joined(axes)), results[key])
             for key, (op, axes, size, members) in sizes.items()
         }
 
-    def _ring(self, line: Line, function: Function, time: LineTime) -> tuple[float, str]:
-        """Return the time of a ring beyond its attention, and its axis: in each of its steps keys and values travel
-        beside the attention of the part before."""
-        values, mesh = function.values(), self.program.mesh
+    def _ring(self, line: Line, function: Function, time: LineTime) -> tuple[float, float, str]:
+        """Return the time of a ring's hops, that beyond its attention, and its axis: in each of its steps keys and
+        values travel beside the attention of the part before."""
+        mesh = self.program.mesh
         axes = COLLECTIVES[line.op].axes(line.args[1:])
         ranks = math.prod(map(mesh.size, axes))
-        sent = COLLECTIVES[line.op].travelling([values[name].type for name in line.uses])
-        size = sum(local_bytes(type_, self.program) for type_ in sent)
-        hop = self.links.send(size, self.links.neighbours(axes[0]))
-        beside = time.seconds / ranks
-        return max(0.0, hop - beside) * (ranks - 1), ",".join(mesh.joined(axes))
+        hop = self.links.hop(axes[0], bytes_put_in(line, function.values(), mesh, ranks))
+        more = max(0.0, hop - time.seconds / ranks)
+        return hop * (ranks - 1), more * (ranks - 1), ",".join(mesh.joined(axes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,16 +16,23 @@ from ..program.roles import Role
 from ..schedules.timeline import Timeline, TimeSpan
 from .lines import Habits
 from .links import Links
-from .programs import STEP_PARTS, InFlight, ProgramClock, ProgramTime, Spent
+from .programs import STEP_PARTS, InFlight, MessageTime, ProgramClock, ProgramTime, Spent
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step: its seconds, where those of each role go, and when each action runs."""
+    """The time of a step: its seconds, where those of each role go, when each action runs, and what messages take."""
 
     seconds: float
     roles: Mapping[str, Spent]
     timeline: Timeline
+    clocks: Mapping[str, Mapping[str, ProgramClock]]
+    """The clocks of each role's programs, by the programs' names."""
+    late: Mapping[str, Mapping[Binding, float]]
+    """The waits of each role for values that another of its programs left under way, by binding."""
+    sends: Mapping[Action, MessageTime]
+    """The time of each message between stages, and the waits of its receivers in the step, by the sender's work without
+    its microbatch."""
 
     @property
     def longest(self) -> str:
@@ -45,6 +52,8 @@ class _RoleClock:
     programs: Mapping[str, Program]
     clocks: Mapping[str, ProgramClock]
     update: float
+    at: int
+    """Its coordinate on the pipeline's axis."""
     now: float = 0.0
     done: list[TimeSpan] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
@@ -52,8 +61,8 @@ class _RoleClock:
     runs: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """The runs of each main function with nothing under way, by program and whether it is that of the last
     microbatch."""
-    wires: dict[Action, float] = field(default_factory=dict)
-    """The time of each kind of message on its way, by its sender's action without the microbatch."""
+    late: defaultdict[Binding, float] = field(default_factory=lambda: defaultdict(float))
+    """The waits for values that another program left under way."""
 
     def __post_init__(self) -> None:
         self.last = {action.stage: action for action in self.role.actions if action.accumulates}
@@ -66,25 +75,28 @@ class _RoleClock:
 
 class StepClock:
     """The clock of a build's roles. ``updates`` are the seconds of each role's update of its parameters, and
-    ``stage_line`` the line of the plan that makes stages."""
+    ``stage_line`` the line of the plan that makes stages. ``like`` is a step of the same roles on other links."""
 
     def __init__(
         self, roles: Mapping[str, Role], links: Links, habits: Habits, updates: Mapping[str, float],
-        stage_line: int = 0,
+        stage_line: int = 0, like: StepTime | None = None,
     ) -> None:  # fmt: skip
         self.links, self.habits, self.stage_line = links, habits, stage_line
         clocks: dict[int, ProgramClock] = {}
         blocks: dict[str, ProgramTime] = {}
         self._roles: dict[str, _RoleClock] = {}
-        for name, role in roles.items():
+        for at, (name, role) in enumerate(roles.items()):
             programs = role.programs if habits.overlap else in_reduce(role.programs)
-            for program in programs.values():
-                clocks.setdefault(id(program), ProgramClock(program, links, habits, blocks))
+            for key, program in programs.items():
+                if id(program) not in clocks:
+                    before = None if like is None else like.clocks[name][key]
+                    clocks[id(program)] = ProgramClock(program, links, habits, blocks, before)
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
-            self._roles[name] = _RoleClock(role, programs, of_role, updates[name])
+            self._roles[name] = _RoleClock(role, programs, of_role, updates[name], at)
         self._axis = next(iter(roles.values())).axis
         self._sent: dict[Action, tuple[float, float]] = {}
         """The arrival of each message between stages, and its time on the way."""
+        self._sends: dict[Action, MessageTime] = {}
         self._wire: dict[tuple[int, str], float] = {}
         """The time at which the way from a stage to its neighbour is free."""
         self._joint = self._joint_kinds()
@@ -123,7 +135,11 @@ class StepClock:
                 program = clock.programs[key]
                 self._spend(clock, program, clock.clocks[key].run(program.mains[0] if last else program.main), times)
         spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
-        return StepTime(end, {name: clock.spent for name, clock in self._roles.items()}, Timeline(spans))
+        roles = self._roles.items()
+        return StepTime(
+            end, {name: clock.spent for name, clock in roles}, Timeline(spans),
+            {name: clock.clocks for name, clock in roles}, {name: clock.late for name, clock in roles}, self._sends,
+        )  # fmt: skip
 
     def _do(self, name: str, clock: _RoleClock, action: Action) -> bool:
         """Do an action, if what it waits for has happened."""
@@ -160,6 +176,8 @@ class StepClock:
                 main, {key: replace(one, arrives=one.arrives - clock.now) for key, one in arriving.items()}
             )
             self._spend(clock, program, time)
+            for binding in arriving:
+                clock.late[binding] += time.messages[binding].waited if binding in time.messages else 0.0
         else:
             time = timer.run(main)
             clock.runs[key, last] += 1
@@ -195,12 +213,14 @@ class StepClock:
         row = action.message
         assert row is not None
         key = Action(action.stage, row.work)
-        if key not in clock.wires:
+        if key not in self._sends:
             program = clock.programs[key.program_in(clock.programs)]
             values = program.main.values()
             size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
-            clock.wires[key] = self.links.send(size, self.links.neighbours(self._axis))
-        return clock.wires[key]
+            stage = action.stage + ACTIONS[key.kind].to
+            to = next(other.at for other in self._roles.values() if stage in other.role.stages)
+            self._sends[key] = MessageTime(self.links.to_stage(self._axis, clock.at, to, size))
+        return self._sends[key].seconds
 
     def _receive(self, clock: _RoleClock, action: Action) -> bool:
         row = action.message
@@ -212,6 +232,7 @@ class StepClock:
         if (waits := arrives - clock.now) > 0:
             on_the_way = min(waits, seconds)
             clock.spent.wait(InFlight(0, self._axis, self.stage_line), on_the_way)
+            self._sends[Action(message.stage, row.work)].waited += on_the_way
             clock.spent.parts["bubble"] += waits - on_the_way
         clock.end(action, max(clock.now, arrives))
         return True

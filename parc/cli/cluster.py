@@ -19,19 +19,14 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def cluster_command(args: argparse.Namespace) -> int:
     """List, print or measure."""
-    from parc.compiler.clock.cluster import ClusterError, cluster_file, cluster_text, find_cluster, shipped
+    from parc.compiler.clock.cluster import cluster_file, cluster_text, find_cluster, shipped
 
     if args.what == "list":
         print("\n".join(f"{name:14}{find_cluster(name).about}" for name in shipped()))
         return 0
     if args.what == "measure":
         return _measure(args)
-    try:
-        print(cluster_text(cluster_file(args.name or "")), end="")
-    except ClusterError as error:
-        say(f"parc cluster: {error}")
-        say(f"help: {error.help}")
-        return 1
+    print(cluster_text(cluster_file(args.name or "")), end="")
     return 0
 
 

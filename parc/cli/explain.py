@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 def explain_options(parser: argparse.ArgumentParser) -> None:
     of = "a code as in error[P0107], of which all are listed without it; or a build, or a plan"
     parser.add_argument("of", metavar="CODE|BUILD|PLAN", nargs="?", help=of)
-    what = "of a build: line:18 or FILE:18, no:3 or ROLE:no:3, a module, memory"
+    what = "of a build: line:18 or FILE:18, no:3 or ROLE:no:3, a module, memory, time"
     parser.add_argument("what", metavar="WHAT", nargs="?", help=what)
     without = "of a line: compile the plan without it, and say what moves"
     parser.add_argument("--without", action="store_true", help=without)
     imports = "with --without: import the build's model, which is code"
     parser.add_argument("--import-model", action="store_true", help=imports)
+    parser.add_argument("--cluster", metavar="C", help="seconds on a cluster by name, or the path of a file")
     parser.add_argument("--json", action="store_true", help="of a build: the facts as JSON on stdout")
 
 
@@ -44,7 +45,7 @@ def explain_command(args: argparse.Namespace) -> int:
         print(code_pages()[name].text, end="")
         return 0
     if Path(args.of).exists():
-        say(f"parc explain {args.of}: say what, as `line:18`, `no:3`, `memory`, or a module")
+        say(f"parc explain {args.of}: say what, as `line:18`, `no:3`, `memory`, `time`, or a module")
         return 2
     hint = did_you_mean(name, list(code_pages()), "`parc explain` lists all")
     say(f"there is no code `{args.of}`; {hint}")
@@ -55,7 +56,7 @@ def _explain_build(args: argparse.Namespace, path: Path) -> int:
     from parc.cli.diff import side_at
     from parc.explaining.explain import Explainer, UnknownWhat
 
-    side = side_at(path, {})
+    side = side_at(path, {}, args.cluster)
     explainer = Explainer(side)
     try:
         explanation = explainer.explain(args.what)
@@ -90,9 +91,9 @@ def _show_without(args: argparse.Namespace, side: Side, lines: Sequence[PlanLine
         return 2
     from parc.cli.diff import print_comparison
     from parc.explaining.differences import compare_sides
-    from parc.explaining.sides import with_and_without
+    from parc.explaining.sides import on_cluster, with_and_without
 
     with stages() as progress:
-        left, right = with_and_without(side, lines, progress)
+        left, right = (on_cluster(one, args.cluster) for one in with_and_without(side, lines, progress))
     print_comparison(compare_sides(left, right), args.json)
     return 0

@@ -18,7 +18,7 @@ from parc.report_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
-    from parc.compiler.clock.cluster import Cluster, ClusterError
+    from parc.compiler.clock.cluster import Cluster
     from parc.compiler.plan.plan import Plan
     from parc.compiler.program.roles import Role
 
@@ -50,7 +50,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--time", action="store_true", help="the time of a step on a cluster, and where it goes")
-    parser.add_argument("--cluster", metavar="C", help="with --time: a cluster by name, or the path of a file")
+    parser.add_argument("--cluster", metavar="C", help="with --time or --html: a cluster by name, or a file's path")
     parser.add_argument("--tokens", metavar="N", type=positive_number, help="with --time: days and GPU hours for them")
     parser.add_argument("--compile", action="store_true", help="with --time: as `parc run --compile` runs it")
     parser.add_argument("--html", metavar="FILE", type=Path, help="everything as one page for a browser")
@@ -66,13 +66,13 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if args.expand:
         return _print_expanded(args)
-    if not args.time and (args.cluster or args.tokens or args.compile):
-        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`")
+    if not args.time and (args.tokens or args.compile or (args.cluster and not args.html)):
+        say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`; `--cluster` is for `--html` too")
         return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
-    if args.time and (code := _without_cluster(args, plan_at(args, args.target), real_path(args.target).parent)):
-        return code
+    if args.time:  # what is wrong with the cluster is said before the plan is built
+        _cluster_of(args, plan_at(args, args.target), real_path(args.target).parent)
     with scratch("show") as folder:
         from parc.cli.build import build_plan
 
@@ -115,7 +115,7 @@ def _show_build(args: argparse.Namespace, path: Path) -> int:
     if args.time:
         return _show_time(args, build)
     if args.html:
-        return _write_page(args.html, build)
+        return _write_page(args, build)
     if args.role or args.action:
         if args.evaluation:
             from parc.runtime.session.evaluation import evaluation_of
@@ -160,45 +160,22 @@ def _cluster_of(args: argparse.Namespace, plan: Plan, folder: Path) -> Cluster:
     Raises:
         ClusterError: there is none, or its file is wrong.
     """
-    from parc.compiler.clock.cluster import ClusterError, find_cluster
-
-    if args.cluster is not None:
-        return find_cluster(args.cluster)
-    if plan.cluster is not None:
-        return find_cluster(plan.cluster.name, folder)
-    help_ = 'add `--cluster h100-sxm`, or a line `cluster "h100-sxm"` to the plan; `parc cluster list` names all'
-    raise ClusterError("`--time` needs a cluster", help_)
-
-
-def _without_cluster(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
-    """Say what is wrong with the cluster, before a plan is built; 0 if nothing is."""
     from parc.compiler.clock.cluster import ClusterError
+    from parc.step_time import NO_CLUSTER, cluster_of
 
-    try:
-        _cluster_of(args, plan, folder)
-    except ClusterError as error:
-        return _say_cluster(error)
-    return 0
-
-
-def _say_cluster(error: ClusterError) -> int:
-    say(f"parc show: {error}")
-    say(f"help: {error.help}")
-    return 1
+    if (cluster := cluster_of(plan, folder, args.cluster)) is None:
+        raise ClusterError("`--time` needs a cluster", NO_CLUSTER)
+    return cluster
 
 
 def _show_time(args: argparse.Namespace, build: Build) -> int:
     """Print the time of a step on a cluster, the waits, and the most expensive lines of the plan."""
-    from parc.compiler.clock.cluster import ClusterError
     from parc.compiler.clock.lines import Habits
     from parc.report import plan_of
     from parc.step_time import memory_words, plan_line_rows, price, step_json, time_rows
 
     plan = plan_of(build)
-    try:
-        step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
-    except ClusterError as error:
-        return _say_cluster(error)
+    step = price(build, plan, _cluster_of(args, plan, build.folder), Habits(compiled=args.compile))
     if args.json:
         print_json(step_json(step, args.tokens))
         return 0
@@ -212,13 +189,19 @@ def _show_time(args: argparse.Namespace, build: Build) -> int:
     return 0
 
 
-def _write_page(file: Path, build: Build) -> int:
+def _write_page(args: argparse.Namespace, build: Build) -> int:
+    """Write the page of a build, with times if the command or the plan names a cluster."""
     from parc.page.page import page_of
+    from parc.report import plan_of
     from parc.runtime.ranks.faults import writing
+    from parc.step_time import cluster_of, price
 
+    file: Path = args.html
     with writing(file):
         check_file(file, _PAGE)
-    text = page_of(build)
+    plan = plan_of(build)
+    cluster = cluster_of(plan, build.folder, args.cluster)
+    text = page_of(build, None if cluster is None else price(build, plan, cluster))
     with writing(file):
         write_whole(file, text)
     say(f"wrote {file} ({size_text(len(text.encode()))})")

@@ -49,6 +49,12 @@ def show_error(error: BaseException) -> int | None:
         message = f"`{name}` cannot be opened: {error.strerror[:1].lower()}{error.strerror[1:]}"
         show([Diagnostic(UNREADABLE, message, help="name a file or a folder that is there, and may be used")])
         return 1
+    from parc.compiler.clock.cluster import ClusterError
+
+    if isinstance(error, ClusterError):
+        say(f"error: {error}")
+        say(f"help: {error.help}")
+        return 1
     if "torch" not in sys.modules:  # the errors below come from modules that need it
         return None
     from parc.compiler.build.build import BuildError

@@ -9,12 +9,19 @@ from itertools import groupby
 from typing import Any
 
 from parc.compiler.analysis.memory import MEMORY_KINDS
+from parc.compiler.clock.programs import STEP_PARTS
+from parc.explaining.seconds import LineSeconds, StepSeconds
 from parc.explaining.sides import Side, line_text
 from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import PlanLine
 from parc.report_words import Traffic, flops_text, schedule_words, traffic_by
+from parc.step_time import seconds_text
 from parc.tables import pattern_of
 
+SECONDS = ("step", *(f"{part} time" for part in STEP_PARTS))
+"""The numbers that are seconds."""
+_LEAST_CHANGE = 0.005
+"""The share of seconds that is worth a line."""
 _KINDS = 4
 """The kinds of messages, and of weights, that are named under a line of the plan."""
 
@@ -30,11 +37,14 @@ class MovedLine:
     kinds: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
     placed: list[tuple[str, str, str]] = field(default_factory=list)
     held: tuple[int, int] = (0, 0)
+    seconds: tuple[LineSeconds, LineSeconds] | None = None
+    """The seconds of a step that it takes on each side; None without a cluster."""
 
     @property
-    def moved(self) -> int:
-        """The bytes by which the two sides differ: sent, or else stored."""
-        return abs(self.sent[1].bytes - self.sent[0].bytes) or abs(self.held[1] - self.held[0])
+    def moved(self) -> tuple[float, int]:
+        """The key to sort by: the seconds by which the two sides differ, then the bytes, sent or else stored."""
+        bytes_ = abs(self.sent[1].bytes - self.sent[0].bytes) or abs(self.held[1] - self.held[0])
+        return (0.0 if self.seconds is None else abs(self.seconds[1].all - self.seconds[0].all)), bytes_
 
     @property
     def rewritten(self) -> bool:
@@ -44,14 +54,19 @@ class MovedLine:
 
     @property
     def moves(self) -> bool:
-        """True where a placement or a message differs."""
-        return self.sent[0] != self.sent[1] or bool(self.placed)
+        """True where a placement or a message differs, or the seconds by enough to be shown."""
+        return self.sent[0] != self.sent[1] or bool(self.placed) or self.takes_other_time
+
+    @property
+    def takes_other_time(self) -> bool:
+        """True where the seconds differ by a part of them that is worth a line."""
+        return self.seconds is not None and _differ(*(one.all for one in self.seconds))
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The difference of two builds: notes, numbers of a rank as name, left, right, and the lines that moved, largest
-    first. Numbers are bytes, but for shares of a step's idle time."""
+    first. Numbers are bytes, but for those of ``SECONDS``, operations, and shares of a step's idle time."""
 
     sides: tuple[Side, Side]
     notes: Sequence[str]
@@ -74,6 +89,8 @@ class Comparison:
                               for (axis, phase, op, carries), sizes in one.kinds.items()],
                     "placed": [{"parameters": name, "types": [left, right]} for name, left, right in one.placed],
                     "stored_bytes": list(one.held),
+                    **({} if one.seconds is None else
+                       {"seconds": [{"work": of.work, "waits": dict(of.waits)} for of in one.seconds]}),
                 }
                 for one in self.lines
             ],
@@ -93,7 +110,13 @@ def compare_sides(left: Side, right: Side) -> Comparison:
         lines.append(_moved_line(lines_of, entries, moved.get(at, ()), (left, right)))
     others = [table.get(0, ()) for table in messages]
     lines.append(_moved_line(((), ()), others, moved.get(-1, ()), (left, right)))
-    lines = sorted((line for line in lines if line.rewritten or line.moves), key=lambda line: -line.moved)
+    if left.step is not None and right.step is not None:
+        times = StepSeconds(left.step), StepSeconds(right.step)
+        for line in lines:
+            of_sides = [{one.root for one in of_side} for of_side in line.lines]
+            roots = of_sides if any(of_sides) else [{0}, {0}]
+            line.seconds = times[0].of_lines(roots[0]), times[1].of_lines(roots[1])
+    lines = sorted((line for line in lines if line.rewritten or line.moves), key=lambda line: line.moved, reverse=True)
     return Comparison((left, right), [*_notes(left, right)], [*_numbers(left, right)], lines)
 
 
@@ -201,13 +224,28 @@ def _notes(left: Side, right: Side) -> Iterator[str]:
     batches = [(side.facts.report["batch"] or {}).get("samples") for side in (left, right)]
     if batches[0] != batches[1]:
         yield f"a step has {batches[0]} samples on the left and {batches[1]} on the right"
+    on = [side.step.cluster.name if side.step is not None else "" for side in (left, right)]
+    if on[0] != on[1] and all(on):
+        yield f"the left runs on `{on[0]}` and the right on `{on[1]}`"
+    elif on[0] != on[1]:
+        yield "only one side names a cluster, so there are no seconds: name one for both with `--cluster`"
     for side, word in ((left, "left"), (right, "right")):
         budget = side.facts.report.get("budget")
         if budget is not None and max(entry["peak_bytes"] for entry in side.facts.report["memory"]) > budget:
             yield f"the {word} needs more memory than its budget of {size_in_both(budget)}"
 
 
+def _differ(left: float, right: float) -> bool:
+    return abs(right - left) > _LEAST_CHANGE * max(left, right)
+
+
 def _numbers(left: Side, right: Side) -> Iterator[tuple[str, float, float]]:
+    if left.step is not None and right.step is not None:
+        yield "step", left.step.time.seconds, right.step.time.seconds
+        parts = [side.time.parts(side.time.longest) for side in (left.step, right.step)]
+        yield from (
+            (f"{part} time", parts[0][part], parts[1][part]) for part in STEP_PARTS if any(of[part] for of in parts)
+        )
     reports = [side.facts.report for side in (left, right)]
     sent = [traffic_by(report["communication"]).get((), Traffic()) for report in reports]
     yield "sent", sent[0].bytes, sent[1].bytes
@@ -240,11 +278,11 @@ def number_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
     """Return rows of a table of the numbers: name, left, right, change."""
     rows = []
     for name, left, right in found.numbers:
-        text = flops_text if name == "operations" else size_text
+        text = flops_text if name == "operations" else seconds_text if name in SECONDS else size_text
         before, after, change = text(left), text(right), change_text(left, right)
         if name == "idle":
             before, after, change = f"{left:.0%}", f"{right:.0%}", f"{100 * (right - left):+.0f} points"
-        indent = "  " * (name in (*MEMORY_KINDS, "exposed"))
+        indent = "  " * (name in (*MEMORY_KINDS, *SECONDS[1:], "exposed"))
         rows.append((f"{indent}{name}", before, after, change if left != right else ""))
     return rows
 
@@ -279,6 +317,8 @@ def head_rows(one: MovedLine) -> list[str]:
 def line_rows(one: MovedLine) -> list[str]:
     """Return what moved at a line of the plan in words: its text on both sides, then messages and placements."""
     rows = head_rows(one)
+    if one.seconds is not None and one.takes_other_time:
+        rows += _seconds_rows(*one.seconds)
     left, right = one.sent
     if left != right:
         counts = ", then ".join(dict.fromkeys(f"{sent.messages:,}" for sent in one.sent))
@@ -298,6 +338,17 @@ def line_rows(one: MovedLine) -> list[str]:
         if len(one.placed) > _KINDS:
             rows.append(f"      and {len(one.placed) - _KINDS} more kinds of weights")
     return rows
+
+
+def _seconds_rows(left: LineSeconds, right: LineSeconds) -> Iterator[str]:
+    """Yield what a line takes of a step on both sides, its work and its waits."""
+    yield f"    takes {seconds_text(left.all)}, then {seconds_text(right.all)} ({_of(left.all, right.all)})"
+    if _differ(left.work, right.work):
+        yield f"      work: {seconds_text(left.work)}, then {seconds_text(right.work)}"
+    for axis in dict.fromkeys((*left.waits, *right.waits)):
+        before, after = left.waits.get(axis, 0.0), right.waits.get(axis, 0.0)
+        if _differ(before, after):
+            yield f"      waits over {axis}: {seconds_text(before)}, then {seconds_text(after)}"
 
 
 def _of(left: float, right: float) -> str:

@@ -9,21 +9,34 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of
+from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of, row_place
 from parc.compiler.analysis.memory import MEMORY_KINDS
+from parc.compiler.clock.programs import MessageTime
 from parc.compiler.program.blocks import complete
 from parc.explaining.flights import RoleMessages
 from parc.explaining.reasons import Reason, changes, message_reason
+from parc.explaining.seconds import LineSeconds, StepSeconds, seconds_words, sum_of
 from parc.explaining.sides import Side, line_text
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import STORED_KINDS, EqualMessages, PlanLine
 from parc.page.flow import ModuleRow
-from parc.report_words import Traffic, modules_text, traffic_by, unit_of
+from parc.report_words import Traffic, idle_words, modules_text, traffic_by, unit_of
+from parc.step_time import (
+    NO_CLUSTER,
+    PricedStep,
+    exposed_rows,
+    plan_line_rows,
+    seconds_text,
+    step_json,
+    time_rows,
+)
 from parc.tables import placement_text
 
 _NUMBERED = re.compile(r"(?:(.+):)?(\d{1,9})")
 """A WHAT with a number: of a line of a file, or of a message of a role."""
+_LEAST_PART = 0.05
+"""The share of a step from which a part is worth advice."""
 MOST_ROWS = 12
 """The rows of a table of an explanation, the largest first; a last row says how many more there are."""
 
@@ -58,11 +71,12 @@ class Explainer:
 
     def __init__(self, side: Side) -> None:
         self.facts, self.build, self.report = side.facts, side.facts.build, side.facts.report
+        self.seconds = None if side.step is None else StepSeconds(side.step)
         self.unit = unit_of(self.report)
         self._roles: dict[str, RoleMessages] = {}
 
     def explain(self, what: str) -> Explanation:
-        """Return the explanation of ``line:18``, ``FILE:18``, ``no:3``, ``ROLE:no:3``, ``memory`` or a module.
+        """Return the explanation of a WHAT: ``line:18``, ``FILE:18``, ``no:3``, ``ROLE:no:3``, a module or a topic.
 
         Raises:
             UnknownWhat: it names nothing.
@@ -105,6 +119,10 @@ class Explainer:
         names |= {name for line in lines for name in self._stored_by(line)}
         result.say("places", ", ".join(name for line in lines for name in self.facts.placed_by(line)))
         self._say_held(result, names)
+        if len({line.root for line in lines}) == 1 and len(lines) == sum(
+            line.root == first.root for line in self.facts.lines
+        ):
+            self._say_seconds(result, lambda seconds: seconds.of_lines({first.root}))
         messages = [one for one in self.facts.messages if one.entry["line"] in {line.root for line in lines}]
         together = sum(line.root == first.root for line in self.facts.lines)
         if len(lines) < together:
@@ -195,7 +213,7 @@ class Explainer:
             self._together(entries, number),
             self._across_text(entry),
         )
-        result.say("time", self._flight_text(entry))
+        result.say("time", self._flight_text(entry), self._seconds_text(result, entry))
         result.say("removed by", *self._removed_by(entry))
         result.facts |= {"why": self._reason(entry).text, "sent_bytes": sent, "time": self._flight_text(entry),
                          "serves": [line.place for line in self._serving(entry)],
@@ -219,6 +237,46 @@ class Explainer:
             return f"exposed: it starts {flight.start}, and nothing computes until {flight.before} has it"
         return f"exposed: it starts {flight.start}, and {flight.before} awaits it"
 
+    def _message_time(self, entry: Mapping[str, Any]) -> MessageTime:
+        """Return the time of the message in which a collective travels, and the waits for it in a step."""
+        assert self.seconds is not None
+        role = entry["role"]
+        together = [self._role(role).placed[number] for number in self._of_message[role, entry["message"]]]
+        return self.seconds.message(role, together, entry["count_per_step"])
+
+    @cached_property
+    def _of_message(self) -> dict[tuple[str, int], list[int]]:
+        """The numbers of the collectives that travel in each message of a role."""
+        numbers: dict[tuple[str, int], list[int]] = {}
+        for entry in self.facts.entries:
+            numbers.setdefault((entry["role"], entry["message"]), []).append(entry["number"])
+        return numbers
+
+    def _seconds_text(self, result: Explanation, entry: Mapping[str, Any]) -> str:
+        """Return words on the seconds of a message, "" without a cluster."""
+        if self.seconds is None:
+            return ""
+        time, count = self._message_time(entry), entry["count_per_step"]
+        result.facts["seconds"] = {"each": time.seconds, "waited": time.waited}
+        place = self.seconds.step.links.place(self.build.mesh.spread(entry["axis"].split(","))).words
+        together = "its message takes" if entry["message"] != entry["number"] else "it takes"
+        each = f"{together} {seconds_text(time.seconds)} {place}, {count} a {self.unit}"
+        who = "the next stage waits" if entry["op"] == "send" else "the rank waits"
+        if time.waited < 0.005 * time.seconds * count:
+            return f"{each}: nobody waits for it" if entry["op"] == "send" else f"{each}, all of it behind work"
+        share = time.waited / (time.seconds * count) if time.seconds else 1.0
+        part = "all of it" if share > 0.995 else f"{seconds_text(time.waited)} of it ({share:.0%})"
+        return f"{each}: {who} for {part}"
+
+    def _say_seconds(self, result: Explanation, of: Callable[[StepSeconds], LineSeconds]) -> None:
+        """Say what lines or modules take of a step, if there is a cluster."""
+        if self.seconds is None:
+            return
+        found, several = of(self.seconds), len(self.build.roles) > 1
+        words = seconds_words(found, self.seconds.time.seconds)
+        result.say("takes", f"{words}, on a rank of {self.seconds.role}" if several else words)
+        result.facts["seconds"] = {"work": found.work, "waits": dict(found.waits)}
+
     def _equal_text(self, entry: Mapping[str, Any]) -> str:
         """Return words on the messages of equal modules, with which `parc show` folds it."""
         found = next(one for one in self.facts.messages if any(other is entry for other in one.entries))
@@ -238,8 +296,8 @@ class Explainer:
         across = self.report.get("across_nodes")
         if across is None:
             return ""
-        place = place_of(self.build.mesh, entry["axis"].split(","), across["node"])
-        if not (size := nic_bytes(entry, place)):
+        place = row_place(entry, place_of(self.build.mesh, entry["axis"].split(","), across["node"]))
+        if not (size := nic_bytes(entry["op"], entry["bytes"], place)):
             return f"its {entry['ranks']} ranks share a node"
         way = ALGORITHMS[entry["op"]].words
         return (
@@ -267,7 +325,7 @@ class Explainer:
         found = [row for path, row in self.modules.items() if path == name or pattern.fullmatch(path)]
         if not found:
             words = [*self.modules, *TOPICS, *(f"line:{line.root}" for line in self.facts.lines)]
-            ways = "write `line:18`, `no:3`, `memory`, or a module that `parc show BUILD --list` names"
+            ways = "write `line:18`, `no:3`, `memory`, `time`, or a module that `parc show BUILD --list` names"
             raise UnknownWhat(f"no line, message or module is named `{name}`", did_you_mean(name, words, ways))
         row = found[0]
         paths = dict.fromkeys(row.path for row in found)
@@ -285,9 +343,16 @@ class Explainer:
             together = ", all equal ones together" * (len(row.members) > 1)
             result.say("holds", f"{size_text(sum(held.values()))} on a rank{together}: {kinds}")
         result.facts["held"] = held
+        self._say_seconds(result, lambda _: sum_of(self._module_seconds[path] for path in inside
+                                                   if path in self._module_seconds))  # fmt: skip
         self._say_sent(result, [one for one in self.facts.messages if one.row in inside])
         self._say_changes(result, [one for one in self.facts.messages if one.row in inside])
         return result
+
+    @cached_property
+    def _module_seconds(self) -> dict[str, LineSeconds]:
+        assert self.seconds is not None
+        return self.seconds.of_modules(self.facts.tree.row_of)
 
     def _say_weights(self, result: Explanation, row: ModuleRow) -> None:
         inside = [one for one in self.facts.parameters if one["name"].startswith(f"{row.path}.")]
@@ -370,6 +435,58 @@ class Explainer:
             elif entry[kind]:
                 yield f"{kind}: more ranks for the weights, as of `column` and `row`, or more stages"
 
+    # ---- time
+
+    def time(self) -> Explanation:
+        """Return what a step takes and why, and what would shorten it; without a cluster what can be said of it."""
+        result = Explanation(f"time of a {self.unit}, as the clock counts it from its programs")
+        if self.seconds is None:
+            result.title = f"time of a {self.unit}"
+            result.say("seconds", f"none without a cluster: {NO_CLUSTER}")
+            for (axis,), sent in traffic_by(self.report["communication"], "axis").items():
+                exposed = f"{size_text(sent.bytes - sent.hidden)} exposed, {size_text(sent.hidden)} hidden behind work"
+                result.say(f"axis {axis}", f"{size_text(sent.bytes)} from one rank: {exposed}")
+            result.say("idle", f"{idle_words(self.report)}, counted in operations")
+            return result
+        step = self.seconds.step
+        for name, text in time_rows(step):
+            result.say(name, text)
+        texts = {line.root: self._root_text(line.root) for line in self.facts.lines}
+        of_lines = {root: f"line {root}, `{text}`" for root, text in texts.items()}
+        waits = (f"{seconds_text(seconds)} over {axis}, caused by {of_lines.get(line, 'no line of the plan')}"
+                 for (axis, line), seconds in exposed_rows(step)[:5])  # fmt: skip
+        result.say("waits", *waits)
+        advice = [*self._shorter(step)]
+        result.say("shorter by", *advice)
+        result.head, result.right = ("plan line", "time", "", ""), (0, 1, 2)
+        result.table = [*plan_line_rows(step, texts)]
+        result.facts = {**step_json(step), "changes": advice}
+        return result
+
+    def _root_text(self, root: int) -> str:
+        lines = [line for line in self.facts.lines if line.root == root]
+        if len(lines) == 1:
+            return line_text(lines[0])
+        return f"{len(lines)} lines of `{lines[0].place.rpartition(':')[0]}`" if lines else "no line"
+
+    def _shorter(self, step: PricedStep) -> Iterable[str]:
+        """Yield changes that shorten the largest parts of a step, other than products."""
+        parts = step.time.parts(step.time.longest)
+        for part in sorted(parts, key=lambda part: -parts[part])[:3]:
+            if parts[part] < _LEAST_PART * step.time.seconds:
+                continue
+            if part == "bubble":
+                yield "bubble: more microbatches, or a schedule that fills it: `interleaved`, `zb-h1`, `zbv`"
+            elif part == "other":
+                yield "other: `parc run --compile` fuses lines between products: see `parc show --time --compile`"
+            elif part == "exposed":
+                longest = max(self.facts.messages, key=self._waits)
+                yield from (
+                    f"exposed: {self._label(longest.entry)}: {text}" for text in self._removed_by(longest.entry)
+                )
+            elif part == "optimizer" and "optimizer" not in self.facts.plan.offloaded:
+                yield "optimizer: `zero 1` splits it over the ranks of data"
+
     # ---- shared rows
 
     def _label(self, entry: Mapping[str, Any]) -> str:
@@ -411,20 +528,33 @@ class Explainer:
                 result.say("time" if hidden is False or not any(not one.entry["hidden"] for one in ordered) else "",
                            f"{self._label(first)} is {self._flight_text(first)}")  # fmt: skip
         result.say("why", f"{self._label(ordered[0].entry)}: {self._reason(ordered[0].entry).text}")
-        result.head, result.right = ("no.", "collective", "axis", "phase", "of", "sent", "time", "module"), (0, 5)
+        waits = ("waits",) if self.seconds is not None else ()
+        result.head = ("no.", "collective", "axis", "phase", "of", "sent", "time", *waits, "module")
+        result.right = (0, 5, 7) if waits else (0, 5)
         result.table = [
             (f"{one.entry['role']}:{one.entry['number']}" if several else one.entry["number"], one.entry["op"],
              one.entry["axis"], one.entry["phase"], one.entry["carries"], size_text(one.sent.bytes),
-             "hidden" if one.entry["hidden"] else "exposed", modules_text(one.modules) or "-")
+             "hidden" if one.entry["hidden"] else "exposed", *(seconds_text(self._waits(one)) for _ in waits),
+             modules_text(one.modules) or "-")
             for one in ordered[:MOST_ROWS]
         ]  # fmt: skip
         if rest := ordered[MOST_ROWS:]:
-            result.table.append(
-                ("", f"{len(rest)} more", "", "", "", size_text(sum(one.sent.bytes for one in rest)), "", "")
-            )
+            size = size_text(sum(one.sent.bytes for one in rest))
+            result.table.append(("", f"{len(rest)} more", "", "", "", size, "", *("" for _ in waits), ""))
         result.facts["messages"] = [
-            {**one.entry, "modules": one.modules, "sent_bytes": one.sent.bytes} for one in ordered
+            {
+                **one.entry,
+                "modules": one.modules,
+                "sent_bytes": one.sent.bytes,
+                **({"waited_s": self._waits(one)} if waits else {}),
+            }
+            for one in ordered
         ]
+
+    def _waits(self, found: EqualMessages) -> float:
+        """Return the waits of the first one's role in a step for equal messages; tensors of one message count once."""
+        own = {entry["message"]: entry for entry in found.entries if entry["role"] == found.entry["role"]}
+        return sum(self._message_time(entry).waited for entry in own.values())
 
     def _say_changes(self, result: Explanation, messages: Sequence[EqualMessages]) -> None:
         """Say what would remove the largest messages of each kind."""
@@ -443,5 +573,5 @@ def _splits_values(line: PlanLine, axis: str) -> bool:
     return verb in ("sequence", "context") and axis in words
 
 
-TOPICS: Mapping[str, Callable[[Explainer], Explanation]] = {"memory": Explainer.memory}
+TOPICS: Mapping[str, Callable[[Explainer], Explanation]] = {"memory": Explainer.memory, "time": Explainer.time}
 """The words that name no line, message or module, each with its explanation."""

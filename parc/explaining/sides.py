@@ -13,14 +13,27 @@ from parc.compiling.driver import Progress, compile_plan
 from parc.grammar.bounded import real_path
 from parc.grammar.source import Source
 from parc.page.facts import PageFacts, PlanLine
+from parc.step_time import PricedStep, cluster_of, price
 
 
 @dataclass(frozen=True)
 class Side:
-    """A side: its name, and the facts of its build."""
+    """A side: its name, the facts of its build, and its step on a cluster, if one is named."""
 
     name: str
     facts: PageFacts
+    step: PricedStep | None = None
+
+
+def on_cluster(side: Side, name: str | None) -> Side:
+    """Return a side with its step on a cluster: the one of that name, or that of its plan, or none.
+
+    Raises:
+        ClusterError: there is no such cluster, its file is wrong, or the plan does not fit it.
+    """
+    facts = side.facts
+    cluster = cluster_of(facts.plan, facts.build.folder, name)
+    return side if cluster is None else replace(side, step=price(facts.build, facts.plan, cluster))
 
 
 def side_of_build(path: Path) -> Side:

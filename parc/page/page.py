@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -11,7 +12,8 @@ from markupsafe import Markup, escape
 
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.build.build import Build
-from parc.compiler.schedules.timeline import svg
+from parc.compiler.clock.programs import STEP_PARTS
+from parc.compiler.schedules.timeline import Timeline, svg
 from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of
 from parc.page.flow import ModuleRow
@@ -29,6 +31,7 @@ from parc.report_words import (
     traffic_rows,
     unit_of,
 )
+from parc.step_time import PricedStep, exposed_rows, plan_line_rows, seconds_text, time_rows
 from parc.tables import parameter_rows
 
 # ---- the drawing of edges between rows of a list, in lanes at its left
@@ -81,18 +84,18 @@ ROW_HEIGHT = 30
 """The height of a row of the tree, in pixels."""
 
 
-def page_of(build: Build) -> str:
-    """Return the page of a build.
+def page_of(build: Build, step: PricedStep | None = None) -> str:
+    """Return the page of a build, with the times of its step on a cluster if it is priced.
 
     Raises:
         BuildError: its files contradict one another.
     """
-    return _Page(build).text()
+    return _Page(build, step).text()
 
 
 class _Page:
-    def __init__(self, build: Build) -> None:
-        mesh = build.mesh.declared
+    def __init__(self, build: Build, step: PricedStep | None) -> None:
+        mesh, self.step = build.mesh.declared, step
         self.build, self.facts = build, PageFacts(build)
         self.report = {**build.report, "mesh": dict(mesh.axes)}  # JSON's sorted keys lost their order
         named = dict.fromkeys([*mesh.names, *(axis for view in self.report.get("views", ()) for axis in view["axes"])])
@@ -110,7 +113,13 @@ class _Page:
 
     def text(self) -> str:
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        environment.filters |= {"size": size_text, "both": size_in_both, "short": short_count, "program": program_html}
+        environment.filters |= {
+            "size": size_text,
+            "both": size_in_both,
+            "short": short_count,
+            "seconds": seconds_text,
+            "program": program_html,
+        }
         environment.globals |= {"color": self.color, "plan_link": self.facts.line_anchor}
         files = {name: (resources.files(__package__) / name).read_text(encoding="utf-8")
                  for name in ("page.html", "page.css", "page.js")}  # fmt: skip
@@ -147,7 +156,8 @@ class _Page:
             "stored_kinds": STORED_KINDS,
             "axes": self.axes(), "traffic": traffic_rows(report["communication"]),
             "messages": self.messages(facts.messages), "evaluation": self.evaluation(),
-            "timeline": self.timeline(), "lines": self.lines(), "functions": facts.listing.functions,
+            "timeline": self.timeline(), "time": self.time(), "lines": self.lines(),
+            "functions": facts.listing.functions,
         }  # fmt: skip
 
     def other_facts(self) -> list[tuple[str, str]]:
@@ -236,10 +246,26 @@ class _Page:
                 "line": self.facts.lines[lines[0]].place if lines else ""}  # fmt: skip
 
     def timeline(self) -> Markup | None:
-        """Return the drawing of a step; None if there is one stage."""
-        if len(self.report["stages"]) == 1:
+        """Return the drawing of a step, in milliseconds on a cluster; without one None if there is one stage."""
+        if self.step is not None:
+            spans = {role: [replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in spans]
+                     for role, spans in self.step.time.timeline.spans.items()}  # fmt: skip
+            return Markup(svg(Timeline(spans), "", "ms"))
+        return None if len(self.report["stages"]) == 1 else Markup(svg(timeline_of(self.build), "", "%"))
+
+    def time(self) -> dict[str, Any] | None:
+        """Return what a step takes on a cluster: in all, of each role by part, of each line of the plan, and waits."""
+        step = self.step
+        if step is None:
             return None
-        return Markup(svg(timeline_of(self.build), "", "%"))
+        texts = {line.root: line.text for line in self.facts.lines}
+        return {
+            "step": seconds_text(step.time.seconds), "seconds": step.time.seconds, "cluster": step.cluster.name,
+            "rows": [row for row in time_rows(step) if row[0] not in ("step", "parts")], "parts": STEP_PARTS,
+            "roles": {name: step.time.parts(name) for name in step.time.roles}, "longest": step.time.longest,
+            "lines": plan_line_rows(step, texts),
+            "waits": [(axis, line or "", seconds_text(wait)) for (axis, line), wait in exposed_rows(step)],
+        }  # fmt: skip
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the plan with the effects of each."""

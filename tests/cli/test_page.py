@@ -14,9 +14,11 @@ import pytest
 from parc.compiler.analysis.flops import block_costs
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
+from parc.compiler.clock.cluster import find_cluster
 from parc.page.facts import PageFacts
 from parc.page.page import page_of
 from parc.report import plan_of, states_of
+from parc.step_time import price, seconds_text
 from tests.cli.commands import Captured, parc
 from tests.hostile_changes import rehash
 from tests.runtime.tiny import BOTH, DATA, ONE, PLAN, build
@@ -195,3 +197,18 @@ def test_a_page_is_written_where_one_may_write(
     assert (tmp_path / "page.html").read_text() == pages["both"]
     code, _, err = parc(capsys, "show", made["both"].path, "--html", tmp_path / "page.html" / "inside.html")
     assert code == 1 and "error[P0412]" in err
+
+
+@pytest.mark.parametrize("name", ["one", "stages"])
+def test_a_page_on_a_cluster_has_times_of_parts_lines_and_actions(made: dict[str, Build], name: str) -> None:
+    one = made[name]
+    step = price(one, plan_of(one), find_cluster("h100-sxm"))
+    text = page_of(one, step)
+    page = Page(text)
+    assert {"#time", "#timeline"} <= {*page.links} and not page.open and not page.loads
+    assert f"takes {seconds_text(step.time.seconds)} on h100-sxm" in text
+    for parts in (step.time.parts(role) for role in step.time.roles):
+        assert all(f'title="{part} {seconds_text(s)}, ' in text for part, s in parts.items() if s)
+    spans = [span for spans in step.time.timeline.spans.values() for span in spans if span.action.works]
+    assert spans and all(f"{s.action}: {1e3 * s.start:.4g} to {1e3 * s.end:.4g} ms" in text for s in spans)
+    assert "#time" not in Page(page_of(one)).links

@@ -11,7 +11,7 @@ from parc.compiler.analysis.across_nodes import ALGORITHMS, NodeSpread, across_r
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.mesh import Mesh
 
-SPREADS = [NodeSpread(8, 4), NodeSpread(8, 1), NodeSpread(12, 2), NodeSpread(16, 8)]
+SPREADS = [NodeSpread(8, 2, 4), NodeSpread(8, 8, 1), NodeSpread(12, 6, 2), NodeSpread(16, 2, 8)]
 
 
 def row(op: str, size: int, ranks: int) -> dict[str, object]:
@@ -46,17 +46,15 @@ def test_rings_enter_each_node_once_and_its_nics_share_them(spread: NodeSpread) 
     ring = [*pairwise([*range(n), 0])]
     hops = [(source, target, part) for source, target in ring for _ in range(n - 1)]  # each part but one, each step
     each = set(leaving(hops, spread.inside).values())
-    assert each == {nic_bytes(row("all_gather", part, n), spread) * spread.inside}
-    assert each == {nic_bytes(row("reduce_scatter", part * n, n), spread) * spread.inside}
+    assert each == {nic_bytes("all_gather", part, spread) * spread.inside}
+    assert each == {nic_bytes("reduce_scatter", part * n, spread) * spread.inside}
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_exchanges_send_each_other_node_its_part(spread: NodeSpread) -> None:
     n, whole = spread.ranks, 240 * spread.ranks
     hops = [(source, target, whole // n) for source in range(n) for target in range(n) if source != target]
-    assert {nic_bytes(row("all_to_all", whole, n), spread) * spread.inside} == set(
-        leaving(hops, spread.inside).values()
-    )
+    assert {nic_bytes("all_to_all", whole, spread) * spread.inside} == set(leaving(hops, spread.inside).values())
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
@@ -65,7 +63,7 @@ def test_trees_send_each_byte_up_and_down_once(spread: NodeSpread) -> None:
     the NICs."""
     size = 48 * spread.ranks
     edges = 2 * (spread.nodes - 1) * size
-    assert nic_bytes(row("all_reduce", size, spread.ranks), spread) * spread.ranks == edges
+    assert nic_bytes("all_reduce", size, spread) * spread.ranks == edges
 
 
 def test_a_group_inside_a_node_sends_nothing_to_others() -> None:
@@ -74,7 +72,7 @@ def test_a_group_inside_a_node_sends_nothing_to_others() -> None:
     assert {axes: (place.ranks, place.nodes) for axes, place in places.items()} == {
         "pp": (2, 2), "dp": (4, 2), "tp": (2, 1), "dp,tp": (8, 2),
     }  # fmt: skip
-    assert all(nic_bytes(row(op, 960, 2), places["tp"]) == 0 for op in ALGORITHMS if op != "send")
+    assert all(nic_bytes(op, 960, places["tp"]) == 0 for op in ALGORITHMS if op != "send")
     (only,) = across_rows([row("all_reduce", 960, 4), {**row("all_reduce", 960, 2), "axis": "tp"}], mesh, 4)
     assert (only["axis"], only["bytes"], only["nodes"]) == ("dp", 480, 2)
     assert place_of(mesh, ["tp"], 4, order=("tp", "pp", "dp")).nodes == 2
