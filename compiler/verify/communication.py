@@ -32,7 +32,7 @@ from ..program.actions import (
     step_kinds,
 )
 from ..program.binding import Binding
-from ..program.plain import on_their_way
+from ..program.plain import SplitFault, on_their_way, whole_steps
 from ..program.program import Fault, Function, Program
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 
@@ -43,11 +43,12 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
     """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
     what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
     Roles meet in the same sums, in one order. The certificate proves what these sums are of."""
-    try:
-        work, places = work_programs(roles), Counter(ranks_of(roles))
-    except JoinFault as fault:
-        return [Fault("types", "step", str(fault))]
     faults = [*_place_faults(roles, mesh, axis)]
+    try:
+        roles = whole_steps(roles)
+        work, places = work_programs(roles), Counter(ranks_of(roles))
+    except (JoinFault, SplitFault) as fault:
+        return [*faults, Fault("types", "step", str(fault))]
     if len({places[rank] for rank in range(len(roles))}) > 1:
         faults.append(Fault("types", "step", f"{len(work)} stages do not lie on the roles, the same number on each"))
     for sender, receiver in neighbours(roles):
