@@ -79,13 +79,18 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         return [str(error)]
     if faults:
         return [str(fault) for fault in faults]
+    missing = certificate_of(replace(compiled.build, texts=texts_with(build, programs))).missing
+    return [missing] if missing else []
+
+
+def texts_with(build: Good, programs: Programs) -> dict[str, str]:
+    """Return the texts of a build with other programs."""
     texts = {name: text for name, text in build.texts.items() if not name.startswith("programs/stage")}
     texts = {name: text for name, text in texts.items() if not re.match(r"programs/pp\d", name)}
     written = {f"programs/{name}.py": (name, program.text()) for name, program in programs.items()}
     # programs that do nothing, as those of training in an evaluation, have no file
-    texts |= {file: text for file, (name, text) in written.items() if file in build.texts or name not in build.programs}
-    missing = certificate_of(replace(compiled.build, texts=texts)).missing
-    return [missing] if missing else []
+    return texts | {file: text for file, (name, text) in written.items()
+                    if file in build.texts or name not in build.programs}  # fmt: skip
 
 
 def file_of(program: Program) -> str:
@@ -100,7 +105,7 @@ AMONG, STACK = "parc.all_reduce_among", "aten.stack.default"
 ROLES = ("pp0.REDUCE", "pp1.REDUCE")
 
 
-def _places(build: Good) -> Changed:
+def places(build: Good) -> Changed:
     """Put programs on other roles, or take others' programs."""
     for name, program in build.programs.items():
         rest = {key: other for key, other in build.programs.items() if key != name}
@@ -183,7 +188,7 @@ def in_pipeline(build: Good) -> Iterator[Mutant]:
     for mutant in mutants(build.programs, between):
         if not numbers.search(mutant.what) and not zeros.search(mutant.what):
             yield mutant
-    bugs = [("put a program elsewhere", _places), ("return a value twice", _returned_twice)]
+    bugs = [("put a program elsewhere", places), ("return a value twice", _returned_twice)]
     if any("gradient" in str(key) for p in build.programs.values() for key, _ in p.main.returns):
         bugs += [("count a gradient of another role", _counted_too), ("sum other gradients", _mixed)]
     for kind, bug in bugs:

@@ -32,7 +32,7 @@ from ..program.actions import (
     step_kinds,
 )
 from ..program.binding import Binding
-from ..program.plain import on_their_way
+from ..program.plain import SplitFault, on_their_way, whole_steps
 from ..program.program import Fault, Function, Program
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 
@@ -41,11 +41,13 @@ AMONG = "parc.all_reduce_among"
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
     """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
-    what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
+    what its neighbour sends, with the same types and in the same order, whether this runs B or I. B, or I and W in its
+    place, read the values that F of their own stage saved.
     Roles meet in the same sums, in one order. The certificate proves what these sums are of."""
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
-    except JoinFault as fault:
+        whole = work_programs(whole_steps(roles))
+    except (JoinFault, SplitFault) as fault:
         return [Fault("types", "step", str(fault))]
     faults = [*_place_faults(roles, mesh, axis)]
     if len({places[rank] for rank in range(len(roles))}) > 1:
@@ -59,7 +61,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
-    for programs in work.values():
+    for programs in whole.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"

@@ -24,7 +24,6 @@ from parc.compiler.plan.directives.precision import HALF
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, Purpose
 from parc.compiler.program.binding import BUFFERS
-from parc.compiler.program.plain import whole_steps
 from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.program.step_values import DYNAMIC, Division, biases_in, divisions_in
@@ -93,8 +92,7 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
         faults += check_program(program)
     axis = "" if faults else build.axis
     if axis:
-        stages = whole_steps({name: role.programs for name, role in roles.items()})
-        faults += check_stages(stages, build.mesh, axis)
+        faults += check_stages({name: role.programs for name, role in roles.items()}, build.mesh, axis)
     yield faults
     if faults:
         return
