@@ -4,7 +4,7 @@ certificate."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations
@@ -12,40 +12,17 @@ from itertools import combinations, permutations
 from certificate.step import certify_texts
 from certificate.text import Refused
 from parc.checking.checks import case_of, check_schedule, static_faults
-from parc.compiler.program.actions import Action, parse_schedule, schedule_text
+from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
-from parc.compiler.program.program import Function, Line, Program, Ref, Value
+from parc.compiler.program.program import Function, Line, Ref, Value
 from parc.compiler.program.roles import Role, group, join_roles, roles_of
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
-from tests.planted_builds import TIED, reread
+from tests.planted_builds import reread
 from tests.planted_edits import Programs, with_argument, with_function, with_main
 from tests.planted_mutators import Mutant, mutants
-from tests.planted_pipelines import PIPELINE, PIPELINES, Good, file_of, places, texts_with
+from tests.planted_pipelines import Good, places, texts_with
 from tests.planted_schedules import wrong_at
-
-GPT = """\
-model "../examples/gpt.py:GPT" (layers=4, width=8, heads=2, vocab=12, length=4, dropout=0.25)
-input tokens int64 [B, S]
-input targets int64 [B, S]
-sizes B=8, S=4
-loss cross_entropy(output, targets)
-optimizer sgd lr 0.1 clip 1.0
-mesh dp=2, pp=2
-shard tokens, targets [B/dp, _]
-stage before blocks.2 over pp
-"""
-PHASES = {
-    "zb-h1, two stages": PIPELINE.format(layers=2, cuts="layers.1", schedule="zb-h1 microbatches 2"),
-    "1f1b, three stages": PIPELINE.format(
-        layers=3, cuts="layers.1, layers.2", schedule="1f1b microbatches 3"
-    ).replace("pp=2", "pp=3"),
-    "zb-h1, blocks": GPT + "zero 2 over dp\nschedule zb-h1 microbatches 2\n",
-    "zbv, blocks": GPT.replace("blocks.2", "blocks.1, blocks.2, blocks.3") + "schedule zbv microbatches 2\n",
-}
-"""The builds: stages that do I and W, B, or both; sums that start in the last W; calls of halves; a V."""
-assert TIED
-PIPELINES.update(PHASES)
 
 SPLIT = ("B", "I", "W")
 
@@ -65,8 +42,8 @@ def _deferred(build: Good) -> Changed:
         for (key, value), (other, theirs) in combinations(rows, 2):
             if types[value].type == types[theirs].type:
                 swap = {key: theirs, other: value}
-                yield (f"{name} exchanges {key} and {other}",
-                       with_main(build.programs, name, returns=tuple((k, swap.get(k, v)) for k, v in main.returns)))  # fmt: skip
+                returns = tuple((k, swap.get(k, v)) for k, v in main.returns)
+                yield f"{name} exchanges {key} and {other}", with_main(build.programs, name, returns=returns)
         for key, value in rows:
             alike = [v.name for v in types.values() if v.type == types[value].type and v.name != value]
             for other_name in alike[:2] + alike[-2:]:
@@ -81,8 +58,9 @@ def _deferred(build: Good) -> Changed:
             if one.type == other_value.type:
                 swapped = {one.name: replace(one, binding=other_value.binding),
                            other_value.name: replace(other_value, binding=one.binding)}  # fmt: skip
+                rows_of = tuple(swapped.get(value.name, value) for value in main.parameters)
                 yield (f"{name} takes {one.binding} for {other_value.binding}",
-                       with_main(build.programs, name, parameters=tuple(swapped.get(v.name, v) for v in main.parameters)))  # fmt: skip
+                       with_main(build.programs, name, parameters=rows_of))  # fmt: skip
 
 
 def _halves(build: Good) -> Changed:
@@ -129,18 +107,16 @@ def _lasts(build: Good) -> Changed:
         added = [line for line in program.last.lines if not usual & {value.name for value in line.made}]
         for line in added:
             if len(line.made) == 1 and line.uses and line.made[0].type.dtype.is_floating_point:
-                for op, args in (("aten.mul.Scalar", (Ref(line.made[0].name), 1.5)),):
-                    more = Value(f"{line.made[0].name}_more", line.made[0].type)
-                    at = program.last.lines.index(line)
-                    scaled = (*program.last.lines[:at], replace(line, results=(more,)),
-                              replace(line, op=op, args=(Ref(more.name), *args[1:]), kwargs=()),
-                              *program.last.lines[at + 1 :])  # fmt: skip
-                    yield f"{name} scales {line.made[0].name} in its last function", with_function(
-                        build.programs, name, replace(program.last, lines=scaled))  # fmt: skip
+                more, at = Value(f"{line.made[0].name}_more", line.made[0].type), program.last.lines.index(line)
+                factor = replace(line, op="aten.mul.Scalar", args=(Ref(more.name), 1.5), kwargs=())
+                scaled = (*program.last.lines[:at], replace(line, results=(more,)), factor,
+                          *program.last.lines[at + 1 :])  # fmt: skip
+                yield f"{name} scales {line.made[0].name} in its last function", with_function(
+                    build.programs, name, replace(program.last, lines=scaled))  # fmt: skip
 
 
 def _others(build: Good) -> Changed:
-    """Let I and W, or B beside them, compute something else than the other: one program is scaled or another stage's."""
+    """Let one of I, W and B compute something else: it is scaled, or another stage's."""
     for name, program in build.programs.items():
         if program.action not in SPLIT:
             continue
@@ -184,9 +160,11 @@ def _left_out(build: Good) -> Changed:
 
 def in_phases(build: Good) -> Iterator[Mutant]:
     """Yield mutants of programs of backwards, generic ones and those of phases, and of the schedule."""
+
     def inside(name: str, function: Function) -> bool:
         return build.programs[name].action in ("I", "W") or (
-            build.programs[name].action == "B" and f"{build.programs[name].role}.I" in build.programs)
+            build.programs[name].action == "B" and f"{build.programs[name].role}.I" in build.programs
+        )
 
     for mutant in mutants(build.programs, inside):
         if mutant.place.split()[0].rpartition(".")[2] in SPLIT:
@@ -206,7 +184,7 @@ def in_phases(build: Good) -> Iterator[Mutant]:
                 continue
             for what, changed in wrong_at(timelines, role, at, draw):
                 yield Mutant("change the schedule", f"{what} {action.kind}", f"{what} {action}",
-                             partial(dict, build.programs), actions=changed)  # type: ignore[arg-type]  # fmt: skip
+                             partial(dict, build.programs), timelines=changed)  # fmt: skip
 
 
 # ---- judges
@@ -218,8 +196,7 @@ def roles_with(build: Good, mutant: Mutant) -> dict[str, Role]:
     Raises:
         ValueError: its texts are not those of roles.
     """
-    compiled = build.compiled
-    timelines: Mapping[str, Sequence[Action]] = mutant.actions or compiled.timelines  # type: ignore[assignment]
+    timelines = mutant.timelines or build.compiled.timelines
     programs = reread(mutant.programs, build.programs)
     return roles_of(group(programs.values(), timelines), timelines)
 
@@ -229,7 +206,7 @@ def by_checks(build: Good, mutant: Mutant) -> str:
     compiled = build.compiled
     try:
         roles = roles_with(build, mutant)
-        if mutant.actions is not None:
+        if mutant.timelines is not None:
             faults = check_schedule(roles, compiled.plan.microbatches, compiled.build.purpose)
         else:
             joined = join_roles({name: role.programs for name, role in roles.items()})
@@ -242,8 +219,8 @@ def by_checks(build: Good, mutant: Mutant) -> str:
 def by_certificate(build: Good, mutant: Mutant) -> str:
     """Return "certificate" if the certificate refuses the texts of a mutant, else ""."""
     texts = texts_with(build, mutant.programs)
-    if mutant.actions is not None:
-        texts = {**texts, "schedule.txt": schedule_text(mutant.actions)}  # type: ignore[arg-type]
+    if mutant.timelines is not None:
+        texts["schedule.txt"] = schedule_text(mutant.timelines)
     try:
         certify_texts(texts, build.compiled.build.manifest)
     except Refused:

@@ -42,6 +42,28 @@ PIPELINES = {
     ).replace('Tied" (layers=1)', 'Looked"'),
 }
 
+GPT = """\
+model "../examples/gpt.py:GPT" (layers=4, width=8, heads=2, vocab=12, length=4, dropout=0.25)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=8, S=4
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1 clip 1.0
+mesh dp=2, pp=2
+shard tokens, targets [B/dp, _]
+stage before blocks.2 over pp
+"""
+PHASES = {
+    "zb-h1, two stages": PIPELINE.format(layers=2, cuts="layers.1", schedule="zb-h1 microbatches 2"),
+    "1f1b, three stages": PIPELINE.format(layers=3, cuts="layers.1, layers.2", schedule="1f1b microbatches 4").replace(
+        "pp=2", "pp=3"
+    ),
+    "zb-h1, blocks": GPT + "zero 2 over dp\nschedule zb-h1 microbatches 2\n",
+    "zbv, blocks": GPT.replace("blocks.2", "blocks.1, blocks.2, blocks.3") + "schedule zbv microbatches 2\n",
+}
+"""Builds with backwards in two phases: stages that do I and W, B, or both; sums that start in the last W; calls of
+halves; a V."""
+
 
 @dataclass(frozen=True)
 class Good:
@@ -55,7 +77,7 @@ class Good:
 @cache
 def good(name: str, evaluates: bool = False) -> Good:
     """Return one of the builds, or what evaluates its model."""
-    lines = PIPELINES[name] + "eval\n" * evaluates
+    lines = {**PIPELINES, **PHASES}[name] + "eval\n" * evaluates
     compiled = compile_once(read_plan(Source("stages.parc", lines)), ROOT / "tests")
     if compiled.evaluated is not None:
         compiled = compiled.evaluated

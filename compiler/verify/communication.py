@@ -290,6 +290,20 @@ def check_timelines(
     return faults or _deadlock(timelines, ranks)
 
 
+def check_work(actions: Sequence[Action], programs: Programs) -> Iterator[Fault]:
+    """Find work of a role that has no program, and programs with a function for a stage's last microbatch that are not
+    the last of its work whose gradients are added up: no action runs that function."""
+    keys = {action: action.program_in(programs) for action in actions if action.works}
+    for key in dict.fromkeys(keys.values()):
+        if key not in programs:
+            yield _timeline_fault(key, "is done, but has no program")
+    lasts = {action.stage: keys[action] for action in actions if action.accumulates}
+    for key, program in programs.items():
+        if program.last is not None and key not in lasts.values():
+            where = f"{program.role}.{program.action} {program.last.name}"
+            yield _timeline_fault(where, "is not the last work of the stage whose gradients are added up")
+
+
 def _timeline_fault(where: str, message: str) -> Fault:
     return Fault("communication", where, message)
 
