@@ -158,6 +158,18 @@ def _left_out(build: Good) -> Changed:
                 yield f"{name} returns no {key} in {len(mains)} functions", changed
 
 
+def of_phases(build: Good) -> Iterator[Mutant]:
+    """Yield mutants that only programs of phases have."""
+    for kind, bug in (
+        ("hand other values on", _deferred), ("call other halves", _halves), ("sum elsewhere", _lasts),
+        ("compute other gradients in one phase", _others), ("leave a phase out", _left_out),
+        ("put a program elsewhere", places),
+    ):  # fmt: skip
+        for what, programs in bug(build):
+            if kind != "put a program elsewhere" or any(f".{phase}" in what for phase in SPLIT):
+                yield Mutant(kind, f"{kind} {what.split()[0]}", what, partial(dict, programs))
+
+
 def in_phases(build: Good) -> Iterator[Mutant]:
     """Yield mutants of programs of backwards, generic ones and those of phases, and of the schedule."""
 
@@ -169,14 +181,7 @@ def in_phases(build: Good) -> Iterator[Mutant]:
     for mutant in mutants(build.programs, inside):
         if mutant.place.split()[0].rpartition(".")[2] in SPLIT:
             yield mutant
-    for kind, bug in (
-        ("hand other values on", _deferred), ("call other halves", _halves), ("sum elsewhere", _lasts),
-        ("compute other gradients in one phase", _others), ("leave a phase out", _left_out),
-        ("put a program elsewhere", places),
-    ):  # fmt: skip
-        for what, programs in bug(build):
-            if kind != "put a program elsewhere" or any(f".{phase}" in what for phase in SPLIT):
-                yield Mutant(kind, f"{kind} {what.split()[0]}", what, partial(dict, programs))
+    yield from of_phases(build)
     draw, timelines = random.Random(0), parse_schedule(build.texts["schedule.txt"])
     for role, actions in timelines.items():
         for at, action in enumerate(actions):

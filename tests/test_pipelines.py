@@ -243,14 +243,14 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert not prove(compilation)
     write_build(compilation.to_write(report_of(compilation)), out)
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
-    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 14 to 45% idle, on 2 ranks of `pp`\n"
+    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 8 to 41% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     assert main(["show", str(out), "--pipeline", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     flops = stage_flops(compilation.build.roles)
     assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
-    end = flops[0]["F"] + flops[1]["F"] + flops[1]["B"]
-    assert {"action": "1B0", "start": end - flops[1]["B"], "end": end} in shown["roles"]["pp1"]
+    end = flops[0]["F"] + flops[1]["F"] + flops[1]["I"]
+    assert {"action": "1I0", "start": end - flops[1]["I"], "end": end} in shown["roles"]["pp1"]
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

@@ -109,8 +109,8 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
 
 
 def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpose = "training") -> list[Fault]:
-    """Check the timelines of all roles together, and that the programs of their work are there. The step has the optional
-    kinds of actions for which there are programs."""
+    """Check the timelines of all roles together, and that their work has programs. The step has the optional kinds of
+    actions for which there are programs."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}

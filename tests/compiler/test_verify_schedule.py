@@ -20,7 +20,6 @@ from parc.compiler.verify.communication import check_timelines
 from tests.draws import wide
 from tests.planted_schedules import Timelines, wrong_at
 
-
 Good = tuple[Timelines, StageRanks, int]
 """Timelines, the ranks of their stages, and the number of microbatches."""
 
@@ -31,7 +30,11 @@ def good() -> Sequence[Good]:
     run, too."""
     sizes = [(p, m, v) for p in range(2, 6) for m in range(1, 9) for v in range(1, 4)]
     return [
-        (timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0), as_run=m % 3 == 0), places_of(name, p * v, m, v), m)
+        (
+            timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0), as_run=m % 3 == 0),
+            places_of(name, p * v, m, v),
+            m,
+        )
         for name in SCHEDULES
         for p, m, v in sizes
         if problem(name, p * v, m, v) is None
