@@ -151,6 +151,13 @@ def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() ->
     assert last[-6:] == ["3I3", "3SEND_I3", "3W3", "3LOSS", "3REDUCE", "3STEP"]
 
 
+def test_a_tied_weight_has_one_sum_where_one_stage_does_b_and_the_other_two_phases() -> None:
+    text = (EXAMPLES / "gpt3d.parc").read_text() + "zero 1 over dp\n"
+    compilation = compile_once(read_plan(Source("gpt3d.parc", text), {"dp": "2", "tp": "1"}), EXAMPLES)
+    kinds = [{*role.programs} for role in compilation.build.roles.values()]
+    assert "0B" in kinds[0] and "1W" in kinds[1] and not prove(compilation)
+
+
 def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "order.txt").write_text("rank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n")

@@ -243,9 +243,13 @@ def _join_of_roles(programs: Sequence[Program]) -> Program:
 
 
 def _expressions(function: Function) -> dict[str, object]:
-    """Return each value as an expression of the function's bound parameters, which does not depend on names."""
+    """Return each value as an expression of the function's bound parameters, which does not depend on names, nor on
+    where a message is awaited."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
+        if line.op == WAIT:
+            known[line.made[0].name] = known[line.uses[0]]
+            continue
         options = (item for item in line.kwargs if item[0] != MESSAGE)
         call = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, call)) for index, v in enumerate(line.results) if v is not None)
