@@ -145,7 +145,8 @@ def _needs(action: Action, expected: set[Action], ahead: list[Action], stages: M
     elif kind in BEFORE:
         before = [each for each in ahead if each.kind in BEFORE[: BEFORE.index(kind)]]
     elif kind in AFTER:
-        before = [each for each in expected if each.kind in (*WORK, *AFTER[: AFTER.index(kind)])]
+        earlier = (*WORK, *AFTER[: AFTER.index(kind)])
+        before = [each for each in expected if each.kind in earlier or each.kind.startswith(("SEND_", "RECV_"))]
     yield from (each for each in before if each in expected)
 
 

@@ -8,7 +8,7 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,9 @@ class Step:
         """Return what a main function's parameters are bound to."""
         result = []
         self.read.add((program.role, program.action))
+        sent, taken = (_bound("received", names) for names in (known, (p.binding for p in function.parameters)))
+        if taken != sent:
+            raise Refused(f"{program.file}: receives {taken}, where {sent} is sent: messages have no names")
         for parameter in function.parameters:
             kind, _, name = parameter.binding.partition(" ")
             try:
@@ -376,7 +379,8 @@ class Step:
                 each = dict(self.run(self._needed(stage, "B"), read["B"]).values)
             if "I" in done:
                 phases = self._phases(stage, given, read)
-                if each and (phases.keys() != each.keys() or not all(self._equal(phases[k], each[k]) for k in each)):
+                differ = phases.keys() != each.keys() or _bound("sent", phases) != _bound("sent", each)
+                if each and (differ or not all(self._equal(phases[k], each[k]) for k in each)):
                     raise Refused(f"{program.file}: I and W of the stage make other gradients than B")
                 each = phases
             sent = {key: value for key, value in each.items() if key.startswith("sent ")}
@@ -395,6 +399,8 @@ class Step:
                 }
                 at_end = self.run(program, {**read[done[-1]], **before}, function=last)
                 made = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
+                if _bound("sent", at_end.values) != _bound("sent", made):
+                    raise Refused(f"{program.file}: the last backward sends in another order")
                 sums |= self._last(program, at_end, made)
                 self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
             gradients = self.partial[role]
@@ -645,6 +651,11 @@ def _place(program: Program, binding: str) -> str:
     if kind in ("saved", "deferred"):
         return f"{program.role} {binding}"
     return f"sent {name}" if kind == "received" else binding
+
+
+def _bound(kind: str, bindings: Iterable[str]) -> list[str]:
+    """Return the names of bindings of a kind, in their order."""
+    return [binding.partition(" ")[2] for binding in bindings if binding.startswith(f"{kind} ")]
 
 
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:

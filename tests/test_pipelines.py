@@ -151,6 +151,13 @@ def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() ->
     assert last[-6:] == ["3I3", "3SEND_I3", "3W3", "3LOSS", "3REDUCE", "3STEP"]
 
 
+def test_a_tied_weight_has_one_sum_where_one_stage_does_b_and_the_other_two_phases() -> None:
+    text = (EXAMPLES / "gpt3d.parc").read_text() + "zero 1 over dp\n"
+    compilation = compile_once(read_plan(Source("gpt3d.parc", text), {"dp": "2", "tp": "1"}), EXAMPLES)
+    kinds = [{*role.programs} for role in compilation.build.roles.values()]
+    assert "0B" in kinds[0] and "1W" in kinds[1] and not prove(compilation)
+
+
 def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "order.txt").write_text("rank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n")
@@ -243,14 +250,14 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert not prove(compilation)
     write_build(compilation.to_write(report_of(compilation)), out)
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
-    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 14 to 45% idle, on 2 ranks of `pp`\n"
+    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 8 to 41% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     assert main(["show", str(out), "--pipeline", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     flops = stage_flops(compilation.build.roles)
     assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
-    end = flops[0]["F"] + flops[1]["F"] + flops[1]["B"]
-    assert {"action": "1B0", "start": end - flops[1]["B"], "end": end} in shown["roles"]["pp1"]
+    end = flops[0]["F"] + flops[1]["F"] + flops[1]["I"]
+    assert {"action": "1I0", "start": end - flops[1]["I"], "end": end} in shown["roles"]["pp1"]
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..layout.collectives import MESSAGE, WAIT
 from ..ops.rules import facts
-from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, phases_of, step_kinds
+from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, kinds_to, phases_of, step_kinds
 from .binding import Binding
 from .plain import EarlyFault, RingFault, SplitFault, in_reduce, whole_steps, without_rings
 from .program import Function, Line, Program, Ref, Value, map_references, needed
@@ -243,9 +243,13 @@ def _join_of_roles(programs: Sequence[Program]) -> Program:
 
 
 def _expressions(function: Function) -> dict[str, object]:
-    """Return each value as an expression of the function's bound parameters, which does not depend on names."""
+    """Return each value as an expression of the function's bound parameters, which does not depend on names, nor on
+    where a message is awaited."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
+        if line.op == WAIT:
+            known[line.made[0].name] = known[line.uses[0]]
+            continue
         options = (item for item in line.kwargs if item[0] != MESSAGE)
         call = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, call)) for index, v in enumerate(line.results) if v is not None)
@@ -302,14 +306,14 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
 
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
-    """Yield the pairs of programs of which the first sends its results to the second: F of each stage to F of the next
-    one, B of each stage to B of the one before."""
+    """Yield the pairs of programs of which the first may send its results to the second: F of each stage to F of the
+    next one, B or I of each stage to B or I of the one before."""
     work = work_programs(roles)
     for stage, programs in work.items():
         for kind, program in programs.items():
-            other = work.get(stage + ACTIONS[kind].to)
-            if ACTIONS[kind].to and other is not None:
-                yield program, other[kind]
+            to = ACTIONS[kind].to
+            others = work.get(stage + to, {}) if to else {}
+            yield from ((program, others[other]) for other in kinds_to(to) if other in others)
 
 
 def with_idle(role: str, programs: Mapping[str, Program], purpose: Purpose) -> dict[str, Program]:

@@ -130,9 +130,8 @@ def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text:
             f"{stages} stages with {microbatches} microbatches are over {MOST_WORK:,} forwards: write fewer"
         )
     if chunks > 1 and name in ONE_CHUNK:
-        raise ValueError(
-            f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `interleaved`"
-        )
+        several = next((row for row, one in SEVERAL_CHUNKS.items() if one == name), "interleaved")
+        raise ValueError(f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `{several}`")
     if chunks == 1 and name in SEVERAL_CHUNKS:
         raise ValueError(f"`{name}` has 2 or more stages a rank: write `chunks 2`, or choose `{SEVERAL_CHUNKS[name]}`")
     if chunks != 2 and name in V_SHAPES:

@@ -41,12 +41,13 @@ AMONG = "parc.all_reduce_among"
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
     """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
-    what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
+    what its neighbour sends, with the same types and in the same order, whether this runs B or I. B, or I and W in its
+    place, read the values that F of their own stage saved.
     Roles meet in the same sums, in one order. The certificate proves what these sums are of."""
     faults = [*_place_faults(roles, mesh, axis)]
     try:
-        roles = whole_steps(roles)
         work, places = work_programs(roles), Counter(ranks_of(roles))
+        whole = work_programs(whole_steps(roles))
     except (JoinFault, SplitFault) as fault:
         return [*faults, Fault("types", "step", str(fault))]
     if len({places[rank] for rank in range(len(roles))}) > 1:
@@ -60,7 +61,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
-    for programs in work.values():
+    for programs in whole.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"
@@ -287,6 +288,20 @@ def check_timelines(
             late = (need for need in needs.of(action) if position.get(need, -1) > position[action])
             faults += [_timeline_fault(role, f"`{action}` comes before `{need}`") for need in islice(late, 1)]
     return faults or _deadlock(timelines, ranks)
+
+
+def check_work(actions: Sequence[Action], programs: Programs) -> Iterator[Fault]:
+    """Find work of a role that has no program, and programs with a function for a stage's last microbatch that are not
+    the last of its work whose gradients are added up: no action runs that function."""
+    keys = {action: action.program_in(programs) for action in actions if action.works}
+    for key in dict.fromkeys(keys.values()):
+        if key not in programs:
+            yield _timeline_fault(key, "is done, but has no program")
+    lasts = {action.stage: keys[action] for action in actions if action.accumulates}
+    for key, program in programs.items():
+        if program.last is not None and key not in lasts.values():
+            where = f"{program.role}.{program.action} {program.last.name}"
+            yield _timeline_fault(where, "is not the last work of the stage whose gradients are added up")
 
 
 def _timeline_fault(where: str, message: str) -> Fault:

@@ -34,14 +34,16 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edited(build: Path, folder: Path, file: str, old: str, new: str) -> Path:
     """Copy a build with one text edited."""
+    edits = 0
     for path in [*build.glob("*.*"), *build.glob("programs/*")]:
         target = folder / path.relative_to(build)
         target.parent.mkdir(exist_ok=True)
         text = path.read_text(encoding="utf-8")
         if path.name == file:
             assert text.count(old) >= 1
-            text = text.replace(old, new, 1)
+            text, edits = text.replace(old, new, 1), edits + 1
         target.write_text(text, encoding="utf-8")
+    assert edits == 1, f"there is no {file}"
     return folder
 
 

@@ -116,7 +116,7 @@ class Schedule(Directive):
             related: tuple[Label, ...] = ()
             if isinstance(error, RowError) and error.shown:
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
-            help_ = "list each `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in its rank's row"
+            help_ = "list `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):
                 help_ = "put work that other ranks wait for before work that waits for them"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
