@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, zip_longest
 from math import floor, log10
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind, work_kinds
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, phases_of, send_kind, work_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,27 @@ class Timeline:
     def idle_share(self, role: str) -> float:
         """Return the fraction of the time that a role does not work: 1 - its work / the makespan."""
         return self.idle(role) / self.makespan if self.makespan else 0.0
+
+    @property
+    def phases(self) -> Literal["whole", "mixed", "split"]:
+        """Whether backwards are whole, or in phases, or some of them in phases."""
+        kinds = {span.action.kind for spans in self.spans.values() for span in spans}
+        if BACKWARD not in kinds:
+            return "split"
+        return "whole" if kinds.isdisjoint(phases_of(BACKWARD)) else "mixed"
+
+    @property
+    def floor(self) -> float:
+        """The idle time that no schedule of such backwards avoids where a step ends before the next one starts: until
+        the last of p ranks has work, the forwards of p - 1 stages; and after it has none, their backwards if those
+        are whole."""
+        kinds = (FORWARD,) if self.phases == "split" else work_kinds()
+        return sum(
+            span.end - span.start
+            for spans in self.spans.values()
+            for span in spans
+            if span.action.kind in kinds and span.action.microbatch == 0 and span.action.stage < len(self.spans) - 1
+        )
 
 
 def peak_live(actions: Sequence[Action]) -> int:

@@ -13,13 +13,14 @@ from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.build.build import Build
 from parc.compiler.schedules.timeline import svg
 from parc.grammar.syntax import size_in_both, size_text
-from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of
+from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of, waits_of
 from parc.page.flow import ModuleRow
 from parc.report_words import (
     across_table,
     across_text,
     check_texts,
     fact_rows,
+    floor_words,
     idle_words,
     in_words,
     number_ranges,
@@ -235,11 +236,13 @@ class _Page:
         return {"functions": listing.functions, "messages": self.messages(messages),
                 "line": self.facts.lines[lines[0]].place if lines else ""}  # fmt: skip
 
-    def timeline(self) -> Markup | None:
-        """Return the drawing of a step; None if there is one stage."""
+    def timeline(self) -> dict[str, Any] | None:
+        """Return the drawing of a step, and sentences about its idle time; None if there is one stage."""
         if len(self.report["stages"]) == 1:
             return None
-        return Markup(svg(timeline_of(self.build), "", "%"))
+        timeline = timeline_of(self.build)
+        sentences = [floor_words(timeline, in_percent=True), *waits_of(self.build)]
+        return {"picture": Markup(svg(timeline, "", "%")), "sentences": sentences}
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the plan with the effects of each."""

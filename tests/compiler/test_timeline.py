@@ -57,6 +57,29 @@ def test_an_axis_in_percent_is_of_the_whole_step() -> None:
     assert Timeline({"pp0": ()}).idle_share("pp0") == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "chunks", "floor", "phases"),
+    [
+        ("1f1b", 4, 1, 3 * (4 + 8), "whole"),
+        ("interleaved", 8, 2, 3 * (4 + 8), "whole"),
+        ("zb-h1", 4, 1, 3 * 4, "split"),
+        ("zbv", 8, 2, 3 * 4, "split"),
+    ],
+)
+def test_no_schedule_is_idle_for_less_than_its_floor(
+    name: str, stages: int, chunks: int, floor: float, phases: str
+) -> None:
+    costs = {"F": 4, "B": 8, "I": 5, "W": 3}
+    played = simulate(timelines(name, stages, 8, chunks), work=lambda action: costs[action.kind])
+    assert played.floor == floor <= max(map(played.idle, played.spans)) and played.phases == phases
+
+
+def test_the_floor_of_a_build_is_of_its_own_order() -> None:
+    played = simulate(timelines("1f1b", 2, 2, as_run=True), [1, 2], [2, 4])
+    assert played.floor == 1 + 2 and played.phases == "mixed"
+    assert simulate(timelines("gpipe", 1, 2)).floor == 0
+
+
 def test_an_order_that_never_ends_is_refused() -> None:
     made = {role: [a for a in actions if a.kind != "SEND_F"] for role, actions in timelines("gpipe", 2, 1).items()}
     with pytest.raises(ValueError, match=re.escape("never ends: pp0 at `0RECV_B0`, pp1 at `1RECV_F0`")):
