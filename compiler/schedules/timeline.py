@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from math import floor, log10
 from typing import TYPE_CHECKING, Literal
 
@@ -76,8 +76,21 @@ def peak_live(actions: Sequence[Action]) -> int:
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2".split()])
     2
     """
-    changes = ((action.kind == FORWARD) - action.accumulates for action in actions)
-    return max(accumulate(changes, initial=0))
+    return sum(most_live(actions).values())
+
+
+def most_live(actions: Sequence[Action]) -> dict[int, int]:
+    """Return the microbatches of each stage of a role that are live when most are."""
+    live = {action.stage: 0 for action in actions if action.works}
+    most, total, now = dict(live), 0, 0
+    for action in actions:
+        change = (action.kind == FORWARD) - action.accumulates
+        if change:
+            live[action.stage] += change
+            now += change
+            if now > total:
+                total, most = now, dict(live)
+    return most
 
 
 Times = float | Sequence[float] | Callable[[Action], float]
