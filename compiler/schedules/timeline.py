@@ -180,8 +180,8 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
 
 
 def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
-    """Return the picture of ``draw`` for a terminal: labels are microbatches, forwards blue, backwards green, later
-    chunks in lighter shades."""
+    """Return the picture of ``draw`` for a terminal: labels are microbatches, and kinds of work have the colors that are
+    named below it, later chunks lighter shades of them."""
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
@@ -191,7 +191,21 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
             picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
             picture.append(text[len(box) :])
         picture.append("\n")
+    for kind in _kinds(timeline):
+        picture.append(f" {kind} ", style=f"black on {ACTIONS[kind].colors[0]}")
+        picture.append(f" {_name(kind)}  ")
+    picture.append("\n")
     return picture
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """Return the kinds of work of a timeline, in order."""
+    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
+    return [kind for kind in work_kinds() if kind in used]
+
+
+def _name(kind: str) -> str:
+    return ACTIONS[kind].legend or ACTIONS[kind].phase
 
 
 def _chunks(timeline: Timeline) -> int:
@@ -306,18 +320,15 @@ def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: st
 
 
 def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
-    """Yield the title and, at the right end, the meaning of the colors."""
+    """Yield the title and, at the right end, the meaning of the colors: a shade for each chunk."""
     yield _words(_LEFT, 22, title, "start", weight="600")
     chunks = _chunks(timeline)
     x = right
-    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
-    for kind in (kind for kind in reversed(work_kinds()) if kind in used):
-        for chunk in reversed(range(min(chunks, len(ACTIONS[kind].colors)))):
-            name = ACTIONS[kind].phase
-            text = str(chunk) if chunk else f"{name}, chunk 0" if chunks > 1 else name
-            yield _words(x, 22, text, "end", _GREY)
-            x -= 8 * len(text) + 20
-            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{ACTIONS[kind].colors[chunk]}"/>'
+    for kind in reversed(_kinds(timeline)):
+        yield _words(x, 22, _name(kind), "end", _GREY)
+        x -= 8 * len(_name(kind)) + 20
+        for color in reversed(ACTIONS[kind].colors[:chunks]):
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{color}"/>'
             x -= 14
 
 

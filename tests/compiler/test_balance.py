@@ -99,7 +99,7 @@ def test_an_interleaved_70b_is_cut_for_its_ranks_and_not_only_for_its_stages() -
     bounds = [0, *balance(pieces, places_of(*sizes), live_microbatches(*sizes)), len(pieces)]
     of_stage = [sum(piece.operations for piece in pieces[start:stop]) for start, stop in pairwise(bounds)]
     assert max(sum(of_stage[rank::4]) for rank in range(4)) == 210, "812 operations are no less on the busiest rank"
-    assert min(of_stage) >= 50 and max(of_stage) <= 62
+    assert min(of_stage) >= 40 and max(of_stage) <= 62
 
 
 def operations(target: Any, *args: object) -> int:

@@ -110,6 +110,18 @@ def test_a_terminal_shows_microbatches_in_the_colour_of_their_work() -> None:
     assert len(colors) == 4, "forward and backward of each of two chunks"
 
 
+def test_phases_of_backwards_have_names_and_colors_of_their_own() -> None:
+    played = simulate(timelines("1f1b", 2, 2, as_run=True))
+    names = ["forward", "backward", "input gradients", "weight gradients"]
+    legend = paint(played).plain.splitlines()[-1]
+    assert legend.split() == "F forward B backward I input gradients W weight gradients".split()
+    root = ElementTree.fromstring(svg(played))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [word for word in reversed(words) if word in names] == names
+    boxes = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if len(rect)]
+    assert len({box.attrib["fill"] for box in boxes}) == 4
+
+
 def test_unequal_times_are_drawn_in_slots() -> None:
     played = simulate(timelines("gpipe", 2, 1), [10.2, 19.7], [20.1, 40.4])
     assert draw(played, slot=10).splitlines() == [
@@ -149,9 +161,7 @@ def test_an_svg_has_a_box_for_each_forward_and_backward_to_scale(forward: float,
         assert float(box.attrib["width"]) == pytest.approx((span.end - span.start) * scale - 1, abs=0.2)
         assert float(box.attrib["x"]) + float(box.attrib["width"]) < width
     words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert words.count("idle 16 %") == 4 and {"pp0", "pp3", "interleaved <8>", "forward, chunk 0", "0", "ms"} <= set(
-        words
-    )
+    assert words.count("idle 16 %") == 4 and {"pp0", "pp3", "interleaved <8>", "forward", "0", "ms"} <= set(words)
     assert words.count("7") >= 16, "each box has its microbatch"
     assert sum("ms" in (word or "") for word in words) == 1, "ticks are numbers, and the unit is said once"
 
