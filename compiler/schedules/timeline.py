@@ -180,8 +180,8 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
 
 
 def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
-    """Return the picture of ``draw`` for a terminal: labels are microbatches, and kinds of work have the colors that are
-    named below it, later chunks lighter shades of them."""
+    """Return the picture of ``draw`` for a terminal: labels are microbatches, and a line below names the colors. Later
+    chunks have lighter shades."""
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)

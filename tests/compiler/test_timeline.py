@@ -114,7 +114,7 @@ def test_phases_of_backwards_have_names_and_colors_of_their_own() -> None:
     played = simulate(timelines("1f1b", 2, 2, as_run=True))
     names = ["forward", "backward", "input gradients", "weight gradients"]
     legend = paint(played).plain.splitlines()[-1]
-    assert legend.split() == "F forward B backward I input gradients W weight gradients".split()
+    assert legend.split() == ["F", "forward", "B", "backward", "I", "input", "gradients", "W", "weight", "gradients"]
     root = ElementTree.fromstring(svg(played))
     words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert [word for word in reversed(words) if word in names] == names
