@@ -215,8 +215,8 @@ def _balanced(plan: Plan, folder: Path, captured: Captured, view: _View) -> tupl
     states = 2 + plan.moments
     pieces = [piece_of(view.nodes[start:stop], states) for start, stop in pairwise(bounds)]
     sizes, table = (schedule.name, count, plan.microbatches, schedule.chunks), schedule.table_of(folder, count)
-    ranks, live = places_of(*sizes, text=table), live_microbatches(*sizes, text=table)
-    return tuple(cuts[begin - 1] for begin in balance(pieces, ranks, live))
+    places, live = places_of(*sizes, text=table), live_microbatches(*sizes, text=table)
+    return tuple(cuts[begin - 1] for begin in balance(pieces, places, live))
 
 
 def _possible_cuts(captured: Captured, view: _View, span: Span) -> list[StageCut]:
@@ -354,13 +354,13 @@ def balance(pieces: Sequence[BalancedPiece], ranks: StageRanks, live: Sequence[i
     work = [0, *accumulate(piece.operations for piece in pieces)]
     bytes_of = _RankBytes(pieces, live)
 
-    def busy(runs: Sequence[StageRun]) -> float:
+    def busy(runs: Sequence[_Run]) -> float:
         return sum(work[stop] - work[start] for _, start, stop in runs)
 
-    def memory(runs: Sequence[StageRun]) -> float:
+    def memory(runs: Sequence[_Run]) -> float:
         return bytes_of(runs) if busy(runs) <= busiest else math.inf
 
-    def squares(runs: Sequence[StageRun]) -> float:
+    def squares(runs: Sequence[_Run]) -> float:
         return busy(runs) ** 2 + busy(runs[-1:]) ** 2 if memory(runs) <= fullest else math.inf
 
     busiest = fullest = math.inf
@@ -373,9 +373,9 @@ def balance(pieces: Sequence[BalancedPiece], ranks: StageRanks, live: Sequence[i
     return tuple(_improved(bounds, ranks, squares, operator.add)[1:-1])
 
 
-StageRun = tuple[int, int, int]
+_Run = tuple[int, int, int]
 """A stage with the numbers of its first piece and of the one behind its last."""
-Join = Callable[[float, float], float]
+_Join = Callable[[float, float], float]
 """The sum of the costs of stages, or the largest of them."""
 
 
@@ -390,7 +390,7 @@ class _RankBytes:
         self._shared = [(at, name, size) for at, piece in enumerate(pieces)
                         for name, size in piece.parameters.items() if users[name] > 1]  # fmt: skip
 
-    def __call__(self, runs: Sequence[StageRun]) -> int:
+    def __call__(self, runs: Sequence[_Run]) -> int:
         shared = {name: size for at, name, size in self._shared if any(start <= at < stop for _, start, stop in runs)}
         return sum(shared.values()) + sum(
             self._once[stop] - self._once[start] + self._live[stage] * (self._kept[stop] - self._kept[start])
@@ -398,14 +398,14 @@ class _RankBytes:
         )
 
 
-def _runs_of_ranks(bounds: Sequence[int], ranks: StageRanks) -> list[list[StageRun]]:
+def _runs_of_ranks(bounds: Sequence[int], ranks: StageRanks) -> list[list[_Run]]:
     """Return the runs of each rank's stages."""
     return [[(stage, bounds[stage], bounds[stage + 1]) for stage, lies in enumerate(ranks) if lies == rank]
             for rank in sorted({*ranks})]  # fmt: skip
 
 
 def _improved(
-    bounds: Sequence[int], ranks: StageRanks, cost: Callable[[Sequence[StageRun]], float], join: Join
+    bounds: Sequence[int], ranks: StageRanks, cost: Callable[[Sequence[_Run]], float], join: _Join
 ) -> list[int]:
     """Return bounds of stages whose costs joined are smaller, if there are any. A cost is that of a rank's stages, the
     last of which is to be cut; it grows with it."""
@@ -414,23 +414,26 @@ def _improved(
         last = next((last for last in range(first, len(ranks)) if ranks[last] in ranks[first:last]), len(ranks))
         if not windows or last > windows[-1].stop:
             windows.append(range(first, last))
+    others: dict[int, list[_Run]] = {}
     better = True
+
+    def beside(run: _Run) -> float:
+        return cost([*others[run[0]], run])
+
     while better:
         better = False
         for window in windows:
             runs = _runs_of_ranks(bounds, ranks)
             others = {stage: [run for run in runs[ranks[stage]] if run[0] != stage] for stage in window}
-            now = reduce(join, (cost([*others[stage], (stage, bounds[stage], bounds[stage + 1])]) for stage in window))
-            best, begins = _best_cut(
-                window, bounds[window.start], bounds[window.stop], lambda run, o=others: cost([*o[run[0]], run]), join
-            )
+            now = reduce(join, (beside((stage, bounds[stage], bounds[stage + 1])) for stage in window))
+            best, begins = _best_cut(window, bounds[window.start], bounds[window.stop], beside, join)
             if best < now:
                 better, bounds[window.start + 1 : window.stop] = True, begins
     return bounds
 
 
 def _best_cut(
-    stages: range, first: int, last: int, cost: Callable[[StageRun], float], join: Join
+    stages: range, first: int, last: int, cost: Callable[[_Run], float], join: _Join
 ) -> tuple[float, tuple[int, ...]]:
     """Cut the pieces from ``first`` up to ``last`` into the runs of stages, so that their costs joined are as small as
     possible. Return that, and the begins of all runs but the first. A longer run costs no less."""

@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def phases(self) -> Literal["whole", "mixed", "split"]:
-        """Whether backwards are whole, or in phases, or some of them in phases."""
+        """The form of backwards: all are whole, all are in phases, or some are."""
         kinds = {span.action.kind for spans in self.spans.values() for span in spans}
         if BACKWARD not in kinds:
             return "split"

@@ -112,9 +112,9 @@ def test_a_terminal_shows_microbatches_in_the_colour_of_their_work() -> None:
 
 def test_phases_of_backwards_have_names_and_colors_of_their_own() -> None:
     played = simulate(timelines("1f1b", 2, 2, as_run=True))
-    names = ["forward", "backward", "input gradients", "weight gradients"]
+    names = ["forward", "backward", "gradients of inputs", "gradients of weights"]
     legend = paint(played).plain.splitlines()[-1]
-    assert legend.split() == ["F", "forward", "B", "backward", "I", "input", "gradients", "W", "weight", "gradients"]
+    assert legend == " F  forward   B  backward   I  gradients of inputs   W  gradients of weights  "
     root = ElementTree.fromstring(svg(played))
     words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert [word for word in reversed(words) if word in names] == names

@@ -21,8 +21,8 @@ class Stage(Directive):
 
     `before M` begins a stage at the first operator of module `M`; `after out(M)` begins one behind its last operator. A
     name or pattern makes a cut at each module that it matches, in the order in which the model runs them. Several lines
-    add up, in any order. `balanced` chooses the cuts: the busiest rank has as few operations as possible, all its stages
-    together; among such choices, the fullest rank needs the least memory, with as many microbatches of each stage as
+    add up, in any order. `balanced` chooses the cuts: the busiest rank has as few operations as possible in all
+    its stages; among such choices, the fullest rank needs the least memory, with as many microbatches of each stage as
     the schedule keeps; among those, stages are as even as possible. This is exact where each rank has one stage.
 
     Stages are numbered from 0. An axis of p ranks with v chunks on each rank has p x v stages, so there is one cut
