@@ -258,6 +258,22 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
     end = flops[0]["F"] + flops[1]["F"] + flops[1]["I"]
     assert {"action": "1I0", "start": end - flops[1]["I"], "end": end} in shown["roles"]["pp1"]
+    assert shown["idle_share"] == shown["idle"] and shown["makespan"] == shown["flops"]
+    assert shown["live"] == {"pp0": 2, "pp1": 1}
+    assert main(["show", str(out), "--pipeline", "--costs", "F=4, I=5, W=3", "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert priced.keys() == shown.keys() and priced["flops"] == shown["flops"] and priced["live"] == shown["live"]
+    assert priced["makespan"] == 4 + 4 * (4 + 8) + 5 and priced["idle"] == {"pp0": 9, "pp1": 9}
+    assert main(["show", str(out), "--pipeline", "--costs", "F=4,I=5,W=3,B=10"]) == 0
+    head, *_, floor, norm, shared = capsys.readouterr().out.splitlines()
+    assert (
+        head == "1f1b, 4 microbatches, 2 stages, 8 to 21% idle; boxes are as long as their costs, F=4, B=10, I=5, W=3"
+    )
+    formula = "(p - 1)(F + B) with whole backwards, and some are split here"
+    assert floor == f"ranks are idle for up to 13 of 61; the floor of a synchronous step is 14, {formula}"
+    wait = "before the update, ranks of `pp` wait for each other: the"
+    assert norm == f"{wait} norm of all gradients, for `clip`"
+    assert shared == f"{wait} gradients of weights that several stages have"
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

@@ -56,14 +56,18 @@ def stage_flops(roles: Mapping[str, Role]) -> dict[int, dict[str, int]]:
     return dict(sorted(flops.items()))
 
 
-def step_timeline(roles: Mapping[str, Role]) -> Timeline:
-    """Play the step of a build's roles on a clock: work takes as long as a rank's floating-point operations in it, and
-    messages take no time. If nothing is a product, work takes its ``slots``.
+def step_timeline(roles: Mapping[str, Role], costs: Mapping[str, float] | None = None) -> Timeline:
+    """Play the step of a build's roles on a clock: work takes as long as ``costs`` say of its kind, by default as a
+    rank's floating-point operations in it, and messages take no time. If nothing is a product, work takes its
+    ``slots``.
 
     Raises:
         ValueError: an order that never ends.
     """
-    flops, actions = stage_flops(roles), {name: role.actions for name, role in roles.items()}
+    actions = {name: role.actions for name, role in roles.items()}
+    if costs is not None:
+        return simulate(actions, work=lambda action: costs[action.kind])
+    flops = stage_flops(roles)
     if not any(any(of_kind.values()) for of_kind in flops.values()):
         return simulate(actions)
     return simulate(actions, work=lambda action: flops[action.stage].get(action.kind, 0))

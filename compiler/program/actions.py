@@ -63,6 +63,8 @@ class ActionRow:
     """The kind of work of which this one is a phase: the phases together stand for it, for some microbatches or all."""
     slots: int = 1
     """The duration of work in a drawing."""
+    legend: str = ""
+    """The name of work beside its colors in a drawing; by default its phase."""
     colors: tuple[str, ...] = ("#b08ed0",)
     """The colors of work in a drawing, a shade for each of a role's stages."""
 
@@ -102,10 +104,10 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
     ActionRow(INPUT_GRADIENTS, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"),
               returns=("deferred",), optional=True, compiled=True, phase="backward", to=-1, instead_of=BACKWARD,
-              colors=("#2a9d8f", "#67bdb3", "#a6dad4")),
+              legend="gradients of inputs", colors=("#e0913f", "#ecb67f", "#f6d9ba")),
     ActionRow(WEIGHT_GRADIENTS, "work", "stage", each=True, reads=("scale", "weight", "term", "deferred"),
               returns=("gradient",), optional=True, compiled=True, phase="backward", instead_of=BACKWARD,
-              colors=("#8a9a2b", "#b4c062", "#d6dea6")),
+              legend="gradients of weights", colors=("#8a9a2b", "#b4c062", "#d6dea6")),
     ActionRow(AVERAGING, "after", "role", reads=("loss", "scale", "unscale"), returns=("loss",),
               purpose="evaluation"),
     ActionRow(REDUCE, "after", "role", reads=("unscale", "gradient"), returns=("gradient", "grad_norm", "state")),

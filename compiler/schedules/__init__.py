@@ -16,6 +16,7 @@ from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
 from .one_f_one_b import one_f_one_b
 from .table import table_schedule
+from .timeline import most_live
 from .v_shapes import dualpipev, v_half, v_min, zbv
 from .zero_bubble import split_last, zb_h1, zb_h2
 
@@ -43,8 +44,6 @@ SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
 """The schedules with several stages on each rank, and those that they are with one."""
 MOST_WORK = 1_000_000
 """The most forwards of a step: these take seconds to list and prove."""
-EARLY = ("1f1b", "interleaved")
-"""The schedules that begin backwards before all forwards are done, and so keep activations of fewer microbatches."""
 
 
 def timelines(
@@ -90,6 +89,22 @@ def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, tex
         ValueError: ``problem`` says why.
     """
     return stage_ranks(_schedule_work(name, stages, microbatches, chunks, text))
+
+
+def live_microbatches(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> tuple[int, ...]:
+    """Return, for each stage, the microbatches whose activations it holds when its rank holds the most of all its
+    stages.
+
+    >>> live_microbatches("1f1b", 3, 8), live_microbatches("interleaved", 4, 4, 2)
+    ((3, 2, 1), (3, 2, 2, 1))
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    live: dict[int, int] = {}
+    for actions in _schedule_work(name, stages, microbatches, chunks, text):
+        live |= most_live(actions)
+    return tuple(live[stage] for stage in range(stages))
 
 
 def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> tuple[Kinds, ...]:

@@ -138,7 +138,7 @@ def _pipeline(plan: Plan, folder: Path, names: PlanNames, captured: Captured) ->
     Raises:
         PlanError: the cuts do not fit the model, or the schedule's file is none of these stages.
     """
-    cuts, schedule = cuts_of(plan, names, captured), plan.schedule
+    cuts, schedule = cuts_of(plan, folder, names, captured), plan.schedule
     if not cuts or schedule is None:
         return None
     places = tuple((cut.module, cut.after) for cut in cuts)
