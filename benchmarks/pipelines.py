@@ -1,11 +1,12 @@
-"""``make bench-pipelines``: a pipeline of two gloo ranks and torch's own, in turn in one run, with the memory that
-stages keep.
+"""``make bench-pipelines``: pipelines of two gloo ranks beside torch's own and beside each other, with their memory.
 
-The model is a Llama of 8 layers and 32 M parameters in two stages, the schedule 1F1B with 8 microbatches, the cut the
-same on both sides, the optimizer torch's fused AdamW; both run as they ship, then with the same settings, as in
-``make bench``. Beside the ratio to ``torch.distributed.pipelining`` stands the
-one to the makespan that the schedule has with the stage times that were measured: what the runtime adds to it. Prints
-tables and writes ``bench-pipelines.json``.
+The model is a Llama of 8 layers and 32 M parameters, the schedules 1F1B and ZB-V with 8 microbatches, the cut the same
+on both sides, the optimizer torch's fused AdamW; both run as they ship, then with the same settings, as in
+``make bench``. Beside the ratio to ``torch.distributed.pipelining`` stands the one to the makespan that the schedule
+has with the times of work that were measured: what the runtime adds to it. A second table has schedules with split
+backwards beside 1F1B, with ``recompute`` and with ``--compile``, too: their steps in turn, and the most bytes of
+tensors on a rank (``storages.py``), which are not seen inside of compiled code. Prints tables and writes
+``bench-pipelines.json``. ``python -m benchmarks.pipelines TIMES`` measures so many steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import parc
 from benchmarks.command import Table, command
 from benchmarks.peers import ALIKE, BATCH, HEADS, Step, compared, plain_model
-from benchmarks.sides import BUILDS, adamw, built, without_onednn
-from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, WARM_UP, Side, Timed, in_turn
+from benchmarks.sides import BUILDS, adamw, built, text_of, without_onednn
+from benchmarks.storages import Storages
+from benchmarks.turns import (
+    LAUNCHED,
+    ONE_THREAD,
+    ROOT,
+    WARM_UP,
+    Side,
+    Timed,
+    beside,
+    in_turn,
+    least_and_median,
+    run,
+)
 from parc.checking.checks import case_of
 from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
-from parc.compiler.schedules import timelines
+from parc.compiler.schedules import V_SHAPES, timelines
 from parc.compiler.schedules.timeline import peak_live, simulate
 from parc.compiling.driver import compile_plan
 from parc.runtime.compare.simulate import Simulation
@@ -40,18 +55,31 @@ from parc.runtime.session.session import Session
 
 LAYERS, MICROBATCHES = 8, 8
 PLAN = ROOT / "examples" / "llama-pipeline.parc"
+PEERS = {"1f1b": "torch 1F1B", "zbv": "torch ZBV"}
+"""The schedules that are measured beside torch's own, and the names of these."""
+VARIANTS = {"": "", "recompute": "recompute model.layers.*\n", "--compile": ""}
+"""The ways to run schedules beside each other, and the line that each adds to the plan."""
+SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half")
+
+
+def build_of(schedule: str, lines: str = "") -> Path:
+    """Build the plan with a schedule and further lines."""
+    words = f"llama-pipeline-{schedule}{'-lines' * bool(lines)}"
+    chunks = 2 if schedule in V_SHAPES else 1
+    return built(BUILDS / words, text_of(PLAN) + lines, batch=8, schedule=schedule, chunks=chunks)
 
 
 class Part(nn.Module):
-    """Some layers of a Llama, cut by hand as people do for torch's pipelines: one stage."""
+    """Some layers of a Llama, cut by hand as people do for torch's pipelines: the stage of a number."""
 
-    def __init__(self, model: Any, first: int, end: int) -> None:
+    def __init__(self, model: Any, cuts: Sequence[int], stage: int) -> None:
         super().__init__()
-        self.embed = model.model.embed_tokens if first == 0 else None
-        self.layers = nn.ModuleList(model.model.layers[first:end])
+        last = stage == len(cuts)
+        self.embed = None if stage else model.model.embed_tokens
+        self.layers = nn.ModuleList(model.model.layers[slice(*[0, *cuts, LAYERS][stage : stage + 2])])
         self.rotary = model.model.rotary_emb
-        self.norm = model.model.norm if end == LAYERS else None
-        self.head = model.lm_head if end == LAYERS else None
+        self.norm = model.model.norm if last else None
+        self.head = model.lm_head if last else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Token numbers or hidden states to hidden states or logits."""
@@ -63,38 +91,45 @@ class Part(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def torch_step(cut: int) -> Step:
-    """Return a step of torch's 1F1B, with the model cut before layer ``cut``."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def torch_step(cuts: Sequence[int]) -> Step:
+    """Return a step of torch's pipeline with the model cut before some layers: 1F1B of two stages, ZB-V of four."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-    rank = dist.get_rank()
-    model = plain_model(LAYERS)
-    part = Part(model, *((0, cut), (cut, LAYERS))[rank])
-    optimizer = adamw(part)
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    rank, model, count = dist.get_rank(), plain_model(LAYERS), len(cuts) + 1
+    numbers = (rank,) if count == 2 else (rank, count - 1 - rank)
+    parts = [Part(model, cuts, number) for number in numbers]
+    optimizer = adamw(nn.ModuleList(parts))
+    stages = [PipelineStage(part, number, count, torch.device("cpu"))
+              for part, number in zip(parts, numbers, strict=True)]  # fmt: skip
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
+    schedule = (Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss) if count == 2
+                else ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss))  # fmt: skip
 
     def step() -> float:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(BATCH["input_ids"])
-        else:
-            schedule.step(target=BATCH["targets"], losses=losses)
+        inputs = [BATCH["input_ids"]] * (0 in numbers)
+        targets: dict[str, Any] = {"target": BATCH["targets"], "losses": losses} if count - 1 in numbers else {}
+        schedule.step(*inputs, **targets)
         optimizer.step()
         return float(sum(loss.detach() for loss in losses)) / MICROBATCHES
 
     return step
 
 
-def cut_of(build: Path) -> int:
-    """Return the layer with which the second stage of a build begins."""
-    first = read_build(build).roles["pp0"].programs["0F"].main
-    return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", str(v.binding)))
+def cuts_of(build: Path) -> list[int]:
+    """Return the layers with which the stages of a build begin, but the first."""
+    forwards = [(int(key[:-1]), program.main) for role in read_build(build).roles.values()
+                for key, program in role.programs.items() if program.action == "F"]  # fmt: skip
+    layers = [{int(n) for v in main.parameters for n in re.findall(r"\.(\d+)\.", str(v.binding))}
+              for _, main in sorted(forwards, key=lambda pair: pair[0])]  # fmt: skip
+    ends = [0]
+    for of_stage in layers:
+        ends.append(1 + max(of_stage, default=ends[-1] - 1))
+    return ends[1:-1]
 
 
 def parc_side(timed: Timed, build: Path, case: str) -> dict[str, Any]:
@@ -119,8 +154,33 @@ def parc_side(timed: Timed, build: Path, case: str) -> dict[str, Any]:
 
 def torch_side(timed: Timed, build: Path) -> dict[str, Any]:
     """Return the seconds of torch's steps, and the first loss."""
-    step, losses = torch_step(cut_of(build)), list[float]()
-    return {"seconds": timed(lambda: losses.append(step())), "loss": losses[0]}
+    step, losses = torch_step(cuts_of(build)), list[float]()
+    return {"seconds": timed(lambda: losses.append(step())), "loss": losses and losses[0]}
+
+
+def side_of_variant(timed: Timed, build: Path, compile_: bool) -> list[float]:
+    """Return the seconds of parc's steps."""
+    session = parc.load(build, compile=compile_)
+    return timed(lambda: session.step(BATCH))
+
+
+def parc_peak(build: Path) -> int:
+    """Return the most bytes of tensors on this rank in a step of parc."""
+    storages = Storages()
+    with storages, parc.load(build) as session:
+        return storages.peak_of(lambda: session.step(BATCH))
+
+
+def torch_peak(build: Path) -> int:
+    """Return the same of torch."""
+    storages, cuts = Storages(), cuts_of(build)
+    with storages:
+        return storages.peak_of(torch_step(cuts))
+
+
+def peak(function: Callable[[Path], int], build: Path) -> float:
+    """Return the most mebibytes of a step on the rank that has most."""
+    return max(run(Side(function, (build,), 2))) / 2**20
 
 
 def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
@@ -128,13 +188,9 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     each action, then the sums and the update. Times are medians over all steps."""
     taken: dict[str, list[float]] = {}
     for rank in ranks:
-        seen: set[tuple[str, int]] = set()
         for name, _, step, begin, end in rank["spans"]:
-            if step >= WARM_UP:  # of a backward the second part follows its send
-                key = name.replace("B", "SEND_B") if (name, step) in seen else name
-                if key != name or "SEND" not in name:
-                    taken.setdefault(key, []).append((end - begin) / 1e9)
-            seen.add((name, step))
+            if step >= WARM_UP:
+                taken.setdefault(name, []).append((end - begin) / 1e9)
     middle = {name: statistics.median(values) for name, values in taken.items()}
 
     def time(action: Action) -> float:
@@ -146,7 +202,7 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
                       for rank in "01")  # fmt: skip
 
     timelines = {name: role.actions for name, role in read_build(build).roles.items()}
-    played = simulate(timelines, time, time, after=time)
+    played = simulate(timelines, work=time)
     update = max(rank["update"] for rank in ranks)
     # in REDUCE the one waits until the other comes
     return slowest("COUNT") + slowest("SCALE") + played.makespan + slowest("REDUCE", min) + update
@@ -154,39 +210,79 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
 
 def main(times: int = 10) -> None:
     """Print the tables, and write ``bench-pipelines.json``."""
-    build, rows = built(BUILDS / "llama-pipeline", PLAN, batch=8), []
-    table = Table("case", *HEADS, "makespan (s)", "over it", names=28)
-    for case in ("1f1b", f"1f1b, {ALIKE}"):
-        sides = {
-            "parc": Side(parc_side, (build, case), 2),
-            "peer": Side(torch_side, (build,), 2, LAUNCHED if case.endswith(ALIKE) else ONE_THREAD),
-        }
-        ranks, others = in_turn(sides, times).values()
-        assert abs(ranks[0]["loss"] / others[1]["loss"] - 1) < 0.02, "the losses of untrained models differ"
-        row, cells = compared(case, ranks[0]["seconds"], "torch 1F1B", others[0]["seconds"])
-        row["makespan_s"] = ideal = makespan(build, ranks)
-        table.row(case, *cells, f"{ideal:.3f}", f"{row['parc_median_s'] / ideal:.2f}")
-        rows.append(row)
+    rows = [*beside_torch(times), *beside_each_other(times)]
     (ROOT / "bench-pipelines.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     idle()
     kept()
 
 
-def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: float = 2) -> None:
+def beside_torch(times: int) -> Iterator[Mapping[str, Any]]:
+    """Print the table of schedules beside torch's own, and yield its rows."""
+    table = Table("case", *HEADS, "makespan (s)", "over it", "parc (MiB)", "peer (MiB)", names=28)
+    for schedule, peer in PEERS.items():
+        build = build_of(schedule)
+        peaks = peak(parc_peak, build), peak(torch_peak, build)
+        for case in (schedule, f"{schedule}, {ALIKE}"):
+            sides = {
+                "parc": Side(parc_side, (build, case), 2),
+                "peer": Side(torch_side, (build,), 2, LAUNCHED if case.endswith(ALIKE) else ONE_THREAD),
+            }
+            ranks, others = in_turn(sides, times).values()
+            theirs = next(other["loss"] for other in others if other["loss"])
+            assert abs(ranks[0]["loss"] / theirs - 1) < 0.02, "the losses of untrained models differ"
+            row, cells = compared(case, ranks[0]["seconds"], peer, others[0]["seconds"])
+            ideal = makespan(build, ranks)
+            table.row(case, *cells, f"{ideal:.3f}", f"{row['parc_median_s'] / ideal:.2f}", *map("{:.0f}".format, peaks))
+            yield {**row, "makespan_s": ideal, "parc_mib": peaks[0], "peer_mib": peaks[1]}
+
+
+def beside_each_other(times: int) -> Iterator[Mapping[str, Any]]:
+    """Print the table of schedules beside each other, and yield its rows."""
+    print()
+    table = Table("case", "least (s)", "median (s)", "of 1f1b", "peak (MiB)", names=28)
+    for variant, line in VARIANTS.items():
+        builds = {schedule: build_of(schedule, line) for schedule in SCHEDULES}
+        compile_ = variant == "--compile"
+        sides = {name: Side(side_of_variant, (build, compile_), 2) for name, build in builds.items()}
+        seconds = {name: ranks[0] for name, ranks in in_turn(sides, times).items()}
+        for name, build in builds.items():
+            most = None if compile_ else peak(parc_peak, build)
+            case, least = f"{name} {variant}".strip(), least_and_median(seconds[name])
+            table.row(case, *beside(seconds[name], seconds["1f1b"]), "-" if most is None else f"{most:.0f}")
+            yield {"case": case, "parc_s": least[0], "parc_median_s": least[1], "parc_mib": most}
+
+
+COSTS = ((1, 1, 1), (4, 5, 3), (4, 6, 2), (2, 2, 1))
+"""The times of F, I and W of one stage, of which B is the sum of the last two."""
+PUBLISHED: Mapping[str, tuple[int, tuple[int, ...], int]] = {
+    "gpipe": (1, (9, 36, 36, 15), 16), "1f1b": (1, (9, 36, 36, 15), 4), "zb-h1": (1, (3, 18, 24, 9), 4),
+    "zb-h2": (1, (3, 12, 18, 6), 7), "interleaved": (2, (9, 36, 36, 15), 11), "interleaved-zb": (2, (3, 18, 24, 9), 8),
+    "zbv": (2, (3, 15, 24, 6), 8), "dualpipev": (2, (3, 18, 26, 9), 9), "v-half": (2, (5, 34, 72, 15), 6),
+    "v-min": (2, (11, 141, 238, 53), 4),
+}  # fmt: skip
+"""The stages of a rank, and what is published for 4 ranks and 16 microbatches: the idle time of the slowest rank at
+each of the costs, and the most microbatches of one stage that a rank holds. Those of V shapes are simulated from the
+orders of their authors."""
+
+
+def idle(ranks: int = 4, microbatches: int = 16) -> None:
     """Print the idle slots and live microbatches of every schedule with equal stages, beside the published ones."""
-    print(f"\n{ranks} ranks, {microbatches} microbatches, a rank's forward {forward:g} slot, its backward {backward:g}")
-    table = Table("schedule", "idle", "published", "live", "published", names=16)
-    least = (ranks - 1) * (forward + backward)
-    for name, chunks, most in (
-        ("gpipe", 1, microbatches), ("1f1b", 1, ranks), ("interleaved", 2, ranks * (1 + (ranks - 1) / (2 * ranks))),
-        ("interleaved", 4, ranks * (1 + (ranks - 1) / (4 * ranks))),
-    ):  # fmt: skip
+    ratios = ", ".join(":".join(map(str, costs)) for costs in COSTS)
+    print(f"\n{ranks} ranks, {microbatches} microbatches, idle at F:I:W = {ratios}, in slots of one stage")
+    table = Table("schedule", "idle", "published", "live", "published", names=16, least=18)
+    for name, (chunks, published, most) in PUBLISHED.items():
         roles = timelines(name, ranks * chunks, microbatches, chunks)
-        played = simulate(roles, forward / chunks, backward / chunks)
-        waits = max(played.idle(role) for role in roles)
-        live = max(peak_live(actions) for actions in roles.values()) / chunks
-        words = f"{name} x {chunks}" if chunks > 1 else name
-        table.row(words, *(f"{x:.3f}" for x in (waits, least / chunks, live, min(most, microbatches))))
+        waits = []
+        for forward, inputs, weights in COSTS:
+            times = {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
+            played = simulate(roles, work=partial(_time_in, times))
+            waits.append(max(played.idle(role) for role in roles))
+        live = max(map(peak_live, roles.values()))
+        table.row(name, ", ".join(f"{wait:g}" for wait in waits), ", ".join(map(str, published)), live, most)
+
+
+def _time_in(times: Mapping[str, int], action: Action) -> int:
+    return times[action.kind]
 
 
 def kept(microbatches: int = 16) -> None:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from .schedule import Action, read_schedule
+from .schedule import WORK, Action, read_schedule
 from .text import Program, Refused, read_program
 
 EVALUATION = "evaluation/"
@@ -68,11 +68,22 @@ class Build:
         """Return a role's program, or the one that all roles share."""
         return self.programs.get((role, action)) or self.programs.get(("stage0", action))
 
+    @property
+    def trains(self) -> bool:
+        """True where a program makes gradients."""
+        return any(action in WORK and action != "F" for _, action in self.programs)
+
+    def work_of(self, stage: int) -> list[str]:
+        """Return the kinds of work that a stage does, the last of the step last."""
+        done = [action.kind for actions in self.roles.values() for action in actions
+                if action.stage == stage and action.kind in WORK]  # fmt: skip
+        return [*dict.fromkeys(reversed(done))][::-1]
+
     def kinds(self, role: str) -> set[str]:
         """Return the kinds of programs that a role runs, and the update."""
         shared = {action for name, action in self.programs if name == role or action in ("COUNT", "SCALE", "RESCALE")}
-        work = {action for _, action in self.programs if action in ("F", "B")}
-        return shared | work | ({"STEP"} if "B" in work else set())
+        work = {action for _, action in self.programs if action in WORK}
+        return shared | work | ({"STEP"} if work.difference("F") else set())
 
 
 def read_build(texts: Texts, manifest: Mapping[str, Any], part: str = "", sizes: Mapping[str, int] = {}) -> Build:

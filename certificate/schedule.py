@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .text import Refused
 
-BEFORE, WORK, AFTER = ("COUNT", "SCALE", "UNSHARD"), ("F", "B"), ("LOSS", "REDUCE", "LOADS", "RESCALE", "STEP")
+BEFORE, AFTER = ("COUNT", "SCALE", "UNSHARD"), ("LOSS", "REDUCE", "LOADS", "RESCALE", "STEP")
+WORK = ("F", "B", "I", "W")
 """The kinds of actions ahead of the work of a step, of the work, and behind it, in their order."""
 _EACH = ("COUNT", *WORK)
 """The kinds that are done for every microbatch."""
+_BACK = ("B", "I")
+"""The work whose results go to the stage before: a whole backward, or the first of its two phases, I and W."""
 _ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})")
 
 
@@ -76,8 +79,9 @@ def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]
         Refused: with the role and the action.
     """
     stages = stages_of(roles)
+    split = {(a.stage, a.microbatch) for actions in roles.values() for a in actions if a.kind in ("I", "W")}
     for role, actions in roles.items():
-        expected = set(_expected(role, stages, microbatches, kinds[role]))
+        expected = set(_expected(role, stages, microbatches, kinds[role], split))
         ahead = [action for action in expected if action.kind in BEFORE]
         done: set[Action] = set()
         for action in actions:
@@ -94,36 +98,55 @@ def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]
     _run(roles, stages)
 
 
-def _expected(role: str, stages: Mapping[int, str], microbatches: int, kinds: set[str]) -> Iterator[Action]:
-    """Yield all that a role does in a step. What one stage makes for another is sent where that is on another role."""
+def _expected(
+    role: str, stages: Mapping[int, str], microbatches: int, kinds: set[str], split: Collection[tuple[int, int]]
+) -> Iterator[Action]:
+    """Yield all that a role does in a step. What one stage makes for another is sent where that is on another role. The
+    backward of a stage and microbatch is ``split`` into I and W, or it is B."""
     here = [stage for stage, owner in stages.items() if owner == role]
     for kind in (*BEFORE, *AFTER, *sorted(kinds.difference(BEFORE, WORK, AFTER))):
         if kind in kinds:
             yield from (Action(min(here), kind, at) for at in range(microbatches if kind in _EACH else 1))
-    for kind, way in (("F", 1), ("B", -1)):
-        for stage in here if kind in kinds else ():
-            for at in range(microbatches):
-                yield Action(stage, kind, at)
-                if stages.get(stage + way, role) != role:
-                    yield Action(stage, f"SEND_{kind}", at)
-                if stages.get(stage - way, role) != role:
-                    yield Action(stage, f"RECV_{kind}", at)
+    for stage in here:
+        for at in range(microbatches):
+            if "F" in kinds:
+                yield from _with_messages(stage, "F", "F", at, 1, role, stages)
+            if kinds.intersection(("B", "I", "W")):
+                own, other = ("I" if (each, at) in split else "B" for each in (stage, stage + 1))
+                yield from _with_messages(stage, own, other, at, -1, role, stages)
+                if own == "I":
+                    yield Action(stage, "W", at)
+
+
+def _with_messages(
+    stage: int, kind: str, received: str, at: int, way: int, role: str, stages: Mapping[int, str]
+) -> Iterator[Action]:
+    """Yield work, the message with its results, and the one with the results of the work before it, ``received``."""
+    yield Action(stage, kind, at)
+    if stages.get(stage + way, role) != role:
+        yield Action(stage, f"SEND_{kind}", at)
+    if stages.get(stage - way, role) != role:
+        yield Action(stage, f"RECV_{received}", at)
 
 
 def _needs(action: Action, expected: set[Action], ahead: list[Action], stages: Mapping[int, str]) -> Iterator[Action]:
     """Yield what a role does before an action, among all that it does; ``ahead`` is what comes before all work."""
     stage, kind, at = action
     before: list[Action] = []
-    if kind in WORK:
-        way = 1 if kind == "F" else -1
-        before = [*ahead, Action(stage, f"RECV_{kind}", at), Action(stage - way, kind, at)]
-        before += [Action(stage, "F", at)] if kind == "B" else []
+    if kind == "W":
+        before = [*ahead, Action(stage, "I", at)]
+    elif kind in WORK:
+        way, kinds = (1, ("F",)) if kind == "F" else (-1, _BACK)
+        before = [*ahead, *(Action(stage, f"RECV_{each}", at) for each in kinds)]
+        before += [Action(stage - way, each, at) for each in kinds]
+        before += [Action(stage, "F", at)] if kind in _BACK else []
     elif kind.startswith("SEND_"):
         before = [Action(stage, kind[5:], at)]
     elif kind in BEFORE:
         before = [each for each in ahead if each.kind in BEFORE[: BEFORE.index(kind)]]
     elif kind in AFTER:
-        before = [each for each in expected if each.kind in (*WORK, *AFTER[: AFTER.index(kind)])]
+        earlier = (*WORK, *AFTER[: AFTER.index(kind)])
+        before = [each for each in expected if each.kind in earlier or each.kind.startswith(("SEND_", "RECV_"))]
     yield from (each for each in before if each in expected)
 
 

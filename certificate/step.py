@@ -8,7 +8,7 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ class Step:
             if p.binding.startswith("parameter ") and p.type.dtype.startswith(("f", "bf"))
         }
         self.gradients: dict[str, Value] = {}
-        if any(action == "B" for _, action in self.build.programs):
+        if self.build.trains:
             start = {dict(forward.returns)["loss"]: scales["scale"]}
             gradients = self.reader.gradients(calls, start, list(trained))
             self.gradients = {trained[name]: self.over_microbatches(value) for name, value in gradients.items()}
@@ -242,6 +242,9 @@ class Step:
         """Return what a main function's parameters are bound to."""
         result = []
         self.read.add((program.role, program.action))
+        sent, taken = (_bound("received", names) for names in (known, (p.binding for p in function.parameters)))
+        if taken != sent:
+            raise Refused(f"{program.file}: receives {taken}, where {sent} is sent: messages have no names")
         for parameter in function.parameters:
             kind, _, name = parameter.binding.partition(" ")
             try:
@@ -273,7 +276,7 @@ class Step:
         self.coming: dict[str, set[str]] = {role: set() for role in self.build.roles}
         self.pieces = {name: self._piece(name) for name in self.gradients if name not in self.padding}
         self._ahead()
-        trains = any(action == "B" for _, action in self.build.programs)
+        trains = self.build.trains
         saved = self._forwards()
         if trains:
             self._backwards(saved)
@@ -373,15 +376,30 @@ class Step:
         return saved
 
     def _backwards(self, saved: Mapping[int, Mapping[str, Value]]) -> None:
-        """Run B of every stage, and add its gradients to those of the role."""
+        """Run B of every stage, or I and W, and add the gradients to those of the role. A stage that does both makes
+        the same by both."""
         sent: dict[str, Value] = {}
         for stage, role in sorted(self.stages.items(), reverse=True):
-            program = self._needed(stage, "B")
-            known = {**self.shared, **self.weights[role].values, **saved[stage], **_received(sent)}
-            each = self.run(program, known).values
+            given = {**self.shared, **self.weights[role].values}
+            read = {"B": {**given, **saved[stage], **_received(sent)}}
+            done = self.build.work_of(stage)
+            program = self._needed(stage, done[-1])
+            each: dict[str, Value] = {}
+            if "B" in done:
+                each = dict(self.run(self._needed(stage, "B"), read["B"]).values)
+            if "I" in done:
+                phases = self._phases(stage, given, read)
+                differ = phases.keys() != each.keys() or _bound("sent", phases) != _bound("sent", each)
+                if each and (differ or not all(self._equal(phases[k], each[k]) for k in each)):
+                    raise Refused(f"{program.file}: I and W of the stage make other gradients than B")
+                each = phases
             sent = {key: value for key, value in each.items() if key.startswith("sent ")}
             parts = {key: value for key, value in each.items() if not key.startswith(("sent ", "state "))}
             sums = {key: self.over_microbatches(value) for key, value in parts.items()}
+            for other in {*done} - {done[-1], "F"}:
+                unused = self._needed(stage, other)
+                if f"{_main(unused).name}_last" in unused.functions:
+                    raise Refused(f"{unused.file}: is not what the stage does last, and has a function for that")
             last = f"{_main(program).name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
@@ -389,15 +407,33 @@ class Step:
                     f"gradient {key}": self.reader.alike.value("before", [total, parts[key]], self._difference)
                     for key, total in sums.items()
                 }
-                at_end = self.run(program, {**known, **before}, function=last)
-                begun = self._last(program, at_end, each)
-                sums |= begun
+                at_end = self.run(program, {**read[done[-1]], **before}, function=last)
+                made = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
+                if _bound("sent", at_end.values) != _bound("sent", made):
+                    raise Refused(f"{program.file}: the last backward sends in another order")
+                sums |= self._last(program, at_end, made)
                 self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
             gradients = self.partial[role]
             for key, value in sums.items():
                 gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
         if sent:
             raise Refused(f"the first stage sends `{min(sent)}`")
+
+    def _phases(self, stage: int, given: Mapping[str, Value], read: dict[str, dict[str, Value]]) -> dict[str, Value]:
+        """Run I and W of a stage: I returns what it sends and what is deferred, W gradients. ``read`` has what B may
+        read, and gets what W may."""
+        inputs, weights = self._needed(stage, "I"), self._needed(stage, "W")
+        first = self.run(inputs, read["B"]).values
+        kinds: dict[str, dict[str, Value]] = {"sent": {}, "deferred": {}}
+        for key, value in first.items():
+            if (kind := key.partition(" ")[0]) not in kinds:
+                raise Refused(f"{inputs.file}: returns `{key}`, which is neither sent nor deferred")
+            kinds[kind][key] = value
+        read["W"] = {**given, **kinds["deferred"]}
+        second = self.run(weights, read["W"]).values
+        if wrong := [key for key in second if key.startswith("sent ")]:
+            raise Refused(f"{weights.file}: returns `{wrong[0]}`")
+        return {**kinds["sent"], **second}
 
     def _difference(self, one: Value, other: Value) -> Value:
         return self.tensors.plus(one, other, by=(1, -1))
@@ -622,7 +658,14 @@ def _type_of(function: Function, name: str) -> Type:
 def _place(program: Program, binding: str) -> str:
     """Return a name for what programs hand to each other: what is saved belongs to a stage."""
     kind, _, name = binding.partition(" ")
-    return f"{program.role} {binding}" if kind == "saved" else f"sent {name}" if kind == "received" else binding
+    if kind in ("saved", "deferred"):
+        return f"{program.role} {binding}"
+    return f"sent {name}" if kind == "received" else binding
+
+
+def _bound(kind: str, bindings: Iterable[str]) -> list[str]:
+    """Return the names of bindings of a kind, in their order."""
+    return [binding.partition(" ")[2] for binding in bindings if binding.startswith(f"{kind} ")]
 
 
 def _received(sent: Mapping[str, Value]) -> dict[str, Value]:

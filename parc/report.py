@@ -85,7 +85,7 @@ def _stage_rows(build: Build) -> dict[str, Any]:
             {
                 "stage": stage, "role": role.name, "layers": len(layers),
                 "parameters": sum(_real_entries(build, name) for name in held),
-                "flops": sum(flops.values()) * build.microbatches,
+                "flops": sum(flops.get(each.kind, 0) for each in role.actions if each.works and each.stage == stage),
             }
         )  # fmt: skip
     return {"stages": rows, "idle": {name: timeline.idle_share(name) for name in build.roles}}

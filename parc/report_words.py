@@ -6,12 +6,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.program.actions import PHASES
 from parc.compiler.sizes.template import sizes_text
 from parc.grammar.syntax import size_in_both, size_text
+
+if TYPE_CHECKING:
+    from parc.compiler.schedules.timeline import Timeline
 
 
 def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -172,6 +175,17 @@ def idle_words(report: Mapping[str, Any]) -> str:
     """Return the idle share of ranks in a step; the least and the largest if they differ."""
     least, most = (f"{100 * choose(report['idle'].values()):.0f}" for choose in (min, max))
     return f"{least}% idle" if least == most else f"{least} to {most}% idle"
+
+
+def floor_words(timeline: Timeline, *, in_percent: bool) -> str:
+    """Return the most idle time of a rank beside the floor of schedules, in the unit of the timeline or in percent."""
+    idle, floor = max(map(timeline.idle, timeline.spans)), timeline.floor
+    most, least = f"{idle:g} of {timeline.makespan:g}", f"{floor:g}"
+    if in_percent:
+        most, least = (f"{100 * time / timeline.makespan:.0f}%" for time in (idle, floor))
+    formula = {"split": "(p - 1)F, as no backward is whole", "whole": "(p - 1)(F + B), as backwards are whole",
+               "mixed": "(p - 1)(F + B) with whole backwards, and some are split here"}[timeline.phases]  # fmt: skip
+    return f"ranks are idle for up to {most}; the floor of a synchronous step is {least}, {formula}"
 
 
 def unit_of(report: Mapping[str, Any]) -> str:

@@ -48,6 +48,7 @@ from .programs.overlap import hide_exchanges, overlapped, sum_early
 from .programs.reference import program_of, reference_program, without_training
 from .programs.rings import ring_attention
 from .programs.segments import mark_recomputed
+from .programs.split import split_backward
 from .programs.step_programs import StepMaterials, make_roles
 from .programs.two_levels import TwoLevels
 
@@ -329,7 +330,8 @@ PROGRAM_PASSES = (
     Pass("parts of a step", StepMaterials, "request typed counted counts divisions assembled compressor", gives="step"),
     Pass("programs", make_roles, "step", gives="roles"),
     Pass("two levels", _in_two_levels, "roles step two_levels", gives="roles"),
-    Pass("early sums", _for_each_role(sum_early), "roles microbatches", gives="roles", when="trains"),
+    Pass("split backwards", split_backward, "roles pipeline", gives="roles", when="pipeline"),
+    Pass("early sums", _for_each_role(sum_early), "roles microbatches pipeline", gives="roles", when="trains"),
     Pass("overlap", _for_each_role(overlapped), "roles bucket ahead offload", gives="roles"),
     Pass("hidden exchanges", _for_each_role(hide_exchanges), "roles", gives="roles"),
     Pass("offload", offload, "roles offload", gives="roles"),

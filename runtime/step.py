@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,21 +18,29 @@ from ..compiler.program.actions import (
     BACKWARD,
     COUNTING,
     FORWARD,
+    INPUT_GRADIENTS,
     REDUCE,
     SCALING,
     STEP,
     UNSHARD,
+    WEIGHT_GRADIENTS,
     Action,
-    send_kind,
+    direction_of,
+    kinds_to,
 )
-from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding
+from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding, Kind
 from ..compiler.program.program import Function, Program
 from .machine.execute import Machine
 from .ranks.communication import Arrival, Backend, BoundTensors, Message, PeerLost, Sending, wait_for_nothing
 from .ranks.waits import Recorder, recorded
-from .ranks.work import Batch, RankState, StepResult, Work, bind, named
+from .ranks.work import Batch, RankState, StepResult, Work, WorkKey, bind, named
 
 # ---- messages between stages
+
+
+def received_key(action: Action) -> WorkKey:
+    """Return the key under which a stage keeps what it received for some work: one for B and I of a microbatch."""
+    return action.stage, direction_of(action.kind), action.microbatch
 
 
 class StageMessages:
@@ -58,7 +65,7 @@ class StageMessages:
         """Start to receive the message that an action waits for, unless that was done."""
         message = Message.of(action, self.axis)
         if message not in self._receives:
-            machine = self.machines[self.machine(action, message.kind)]
+            machine = self._reader(action, message.kind)
             types = [value.type for value in machine.program.main.bound("received").values()]
             like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
             self._receives[message] = self.backend.receive(message, like)
@@ -70,10 +77,16 @@ class StageMessages:
 
     def _keep(self, action: Action, work: Sequence[Work], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
         """Keep received tensors for a stage's work."""
-        main = self.machines[self.machine(action, action.kind)].program.main
+        main = self._reader(action, action.kind).program.main
         keys = [binding for binding in main.bindings if binding.kind == "received"]
         for w, tensors in zip(work, pieces, strict=True):
-            w.kept[action.stage, action.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
+            w.kept[received_key(action)] = dict(zip(keys, tensors, strict=True))
+
+    def _reader(self, action: Action, kind: str) -> Machine:
+        """Return the machine of the stage's work that reads the results of a kind of work: B or I, both of the same
+        types."""
+        names = (self.machine(action, reader) for reader in kinds_to(ACTIONS[kind].to))
+        return next(self.machines[name] for name in names if name in self.machines)
 
     def pass_on(self, action: Action, work: Sequence[Work]) -> int | None:
         """Pass the results of work to the next stage if the role runs that, too. Return that stage, else None."""
@@ -158,14 +171,12 @@ class Stepper:
         """The peak, with ``account``, of the bytes that one rank held for later actions of each stage."""
         self.current: Action | None = None
         """The action that runs now, or ran last."""
-        self._following: Action | None = None
-        self._later: list[Callable[[], torch.Tensor]] = []
         options.setdefault("reuse", options.get("watch") is None)  # a watch may keep values
         options["axis"] = axis
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._messages = StageMessages(self.machines, backend, axis, self.actions)
-        self._last = {action.stage: action for action in self.actions if action.kind == BACKWARD}
-        """The backward of each stage's last microbatch."""
+        self._last = {action.stage: action for action in self.actions if action.accumulates}
+        """The last work of each stage that returns gradients: B or W of its last microbatch."""
         unshard = self.machines.get(UNSHARD)
         self._shards = [ShardViews(unshard.program, at) for at in unshard.coordinates] if unshard is not None else []
 
@@ -229,10 +240,8 @@ class Stepper:
     @torch.no_grad()  # a batch may require gradients, but backward is in the programs
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
         self._messages.begin()
-        self._later = []
-        for index, (action, following) in enumerate(pairwise([*actions, None])):
-            assert action is not None
-            self.current, self._following = action, following
+        for index, action in enumerate(actions):
+            self.current = action
             for coming in actions[index : index + 1 + AHEAD]:
                 if (row := coming.message) is not None and not row.sends:
                     self._messages.post(coming)
@@ -243,9 +252,6 @@ class Stepper:
             try:
                 with self.recorded(str(action), "work" if message is None or message.sends else "wait", step):
                     handler(self, action, step, work)
-                if message is not None and self._later:
-                    with self.recorded(str(replace(action, kind=message.work)), "work", step):
-                        self._finish_later()
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except (RuntimeError, IndexError) as error:
@@ -268,12 +274,6 @@ class Stepper:
     def _pass_on(self, action: Action, work: Sequence[Work]) -> None:
         if (stage := self._messages.pass_on(action, work)) is not None:
             self._note_saved(stage, work)
-
-    def _finish_later(self) -> None:
-        """Accumulate the gradients that a backward left until after its sends."""
-        for call in self._later:
-            call()
-        self._later.clear()
 
     def _settle(self, step: int) -> None:
         """Wait until all messages are taken."""
@@ -301,14 +301,12 @@ class Stepper:
         work: Sequence[Work],
         extra: Sequence[BoundTensors] = (),
         totals: Sequence[BoundTensors] = (),
-        later: list[Callable[[], torch.Tensor]] | None = None,
         main: Function | None = None,
         last: Collection[Binding] = (),
     ) -> Iterator[tuple[Work, BoundTensors]]:
         """Run a program, and yield each rank's work with the results on it. ``extra`` are further values to bind.
-        Results are added to ``totals``, by calls appended to ``later`` if that is a list. ``main`` is the main function
-        to run, if it is not that of most microbatches. The totals of ``last`` are moved into the program, which frees
-        them."""
+        Results are added to ``totals``. ``main`` is the main function to run, if it is not that of most microbatches.
+        The totals of ``last`` are moved into the program, which frees them."""
         machine = self.machines[name]
         main = main or machine.program.main
         inputs = [
@@ -322,17 +320,17 @@ class Stepper:
             more.clear()  # values die within the program, after their last use
         for key, w in ((key, w) for key in last for w in work):
             w.totals.pop(key, None)
-        return zip(work, machine.run(inputs, main.name, totals, later, work[0].arriving), strict=True)
+        return zip(work, machine.run(inputs, main.name, totals, work[0].arriving), strict=True)
 
-    def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
-        """Return the inputs of a microbatch's work: the key of its random streams, its part of the batch, and the
-        values kept for it."""
+    def _inputs(self, action: Action, step: int, work: Sequence[Work], *keys: WorkKey) -> list[BoundTensors]:
+        """Return the inputs of a microbatch's work: the key of its random streams, its part of the batch, and what is
+        kept for it under these keys."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
         inputs: list[BoundTensors] = []
         for w in work:
             inputs.append({RNG: rng, **{Binding("input", name): t for name, t in w.parts[action.microbatch].items()}})
-            for kind in kinds:
-                inputs[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
+            for key in keys:
+                inputs[-1] |= w.kept.pop(key, {})
         return inputs
 
     def run_program(self, action: Action, step: int, work: Sequence[Work]) -> None:
@@ -369,7 +367,7 @@ class Stepper:
                 arrived(key)
 
     def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        inputs = self._inputs(action, step, work, FORWARD)
+        inputs = self._inputs(action, step, work, received_key(action))
         for w, results in self._run(self._messages.machine(action, FORWARD), work, inputs):
             for key in results:
                 if key.home == "step":  # the loss, and the loads of experts
@@ -380,32 +378,32 @@ class Stepper:
                 w.returned.setdefault(name, []).append(value)
             w.keep_sent((action.stage, FORWARD, action.microbatch), results)
             if w.keep:
-                saved = {key: value for key, value in results.items() if key.kind == "saved"}
-                w.kept[action.stage, "saved", action.microbatch] = saved
+                _keep(w, action, "saved", results)
         self._note_saved(action.stage, work)
         self._pass_on(action, work)
 
     def _backward(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        name = self._messages.machine(action, BACKWARD)
+        """Run B, or one of the two phases for which it stands: I keeps what W will read."""
+        name = self._messages.machine(action, action.kind)
         machine = self.machines[name]
         last = machine.program.last if self._last[action.stage] == action else None
         totals = [w.exclusive_totals(machine.addable) for w in work]
-        inputs = self._inputs(action, step, work, "saved", BACKWARD)
-        sends = self._following is not None and self._following.kind == send_kind(BACKWARD)
-        # the stage before waits for the sends, but nothing waits for weight gradients, so these come later; not while
-        # other microbatches hold activations, because the operands of weight gradients take memory, too
-        later = self._later if sends and last is None and not any(w.kept for w in work) else None
+        kept = ((action.stage, kind, action.microbatch) for kind in _KEPT.intersection(ACTIONS[action.kind].reads))
+        inputs = self._inputs(action, step, work, *kept, received_key(action))
         usual = dict(machine.program.main.returns)
         reduced = {key for key, name in last.returns if name != usual.get(key)} if last is not None else set[Binding]()
         accumulated = [{*table} for table in totals]
-        runs = zip(self._run(name, work, inputs, totals, later, last, reduced), accumulated, strict=True)
+        runs = zip(self._run(name, work, inputs, totals, last, reduced), accumulated, strict=True)
         for (w, results), keys in runs:
-            w.keep_sent((action.stage, BACKWARD, action.microbatch), results)
+            w.keep_sent((action.stage, action.kind, action.microbatch), results)
+            if "deferred" in ACTIONS[action.kind].returns:
+                _keep(w, action, "deferred", results)
             for key, value in results.items():
                 if key in reduced:
                     (w.results if key.kind == "state" else w.totals)[key] = value
                 elif key.kind == "gradient" and key not in keys:
                     w.total(key, value, key in machine.addable)
+        self._note_saved(action.stage, work)
         self._pass_on(action, work)
 
     def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:
@@ -415,12 +413,24 @@ class Stepper:
         self.run_program(action, step, work)
 
 
+_KEPT = frozenset[str](("saved", "deferred"))
+"""The kinds of values that a stage keeps from one action of a microbatch to the next."""
+
+
+def _keep(work: Work, action: Action, kind: Kind, results: BoundTensors) -> None:
+    """Keep the results of one kind for a later action of the same microbatch."""
+    values = {key: value for key, value in results.items() if key.kind == kind}
+    work.kept[action.stage, kind, action.microbatch] = values
+
+
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]
 """A function that runs an action of the step with this number on the ranks of a process."""
 HANDLERS: dict[str, Handler] = {
     UNSHARD: Stepper._unshard,
     FORWARD: Stepper._forward,
     BACKWARD: Stepper._backward,
+    INPUT_GRADIENTS: Stepper._backward,
+    WEIGHT_GRADIENTS: Stepper._backward,
     REDUCE: Stepper._reduce,
 }
 """The handler of each kind of action; actions without one only run their program."""

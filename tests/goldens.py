@@ -67,6 +67,8 @@ PLANS = (
     GoldenPlan("gpt", "dp=1 tp=4", quick=True),
     GoldenPlan("gpt3d", quick=True),
     GoldenPlan("gpt3d", "schedule=gpipe"),
+    GoldenPlan("gpt3d", "schedule=zb-h1", "zero 2 over dp", quick=True),
+    GoldenPlan("gpt3d", "schedule=zbv", "zero 3 over dp\nrecompute blocks.*"),
     GoldenPlan("gpt3d", more="zero 1 over dp", quick=True),
     GoldenPlan("gpt3d", more="zero 3 over dp", quick=True),
     GoldenPlan("gpt3d", more="zero 2 over dp\nprecision bf16", quick=True),

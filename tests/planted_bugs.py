@@ -42,7 +42,8 @@ from tests.planted_large import PLANS as LARGE_PLANS
 from tests.planted_large import in_large, large_build
 from tests.planted_mutators import Mutant, mutants, rows
 from tests.planted_numbers import in_graph
-from tests.planted_pipelines import PIPELINES, good, in_pipeline, refusals
+from tests.planted_phases import by_certificate, by_checks, in_phases
+from tests.planted_pipelines import PHASES, PIPELINES, good, in_pipeline, refusals
 from tests.planted_schedules import wrong_at
 from tests.planted_sizes import size_refusals
 from tests.planted_special import roundings, specials
@@ -94,9 +95,8 @@ class Table:
             build = self.build(name)
             for mutant in sampled(self.plant(build), most, fine=name in FINE)[::share]:
                 programs = mutant.make()
-                if mutant.actions is None and programs == getattr(
-                    build, "programs", None
-                ):  # types derived anew may be what they were
+                same = programs == getattr(build, "programs", None)  # types derived anew may be what they were
+                if same and mutant.actions is None and mutant.timelines is None:
                     continue
                 check, by_types = self.judge(build, replace(mutant, make=partial(dict, programs)))
                 what = f"{name}: {mutant.what}"
@@ -195,14 +195,18 @@ STAGES = Table("pipelines, by texts alone", tuple(PIPELINES), good, in_pipeline,
 EVALUATED_STAGES = replace(
     STAGES, title="evaluations of pipelines, by texts alone", build=partial(good, evaluates=True)
 )
+PHASED = Table("split backwards, by parc's checks", tuple(PHASES), good, in_phases,
+               lambda build, mutant: (by_checks(build, mutant), False))  # fmt: skip
+CERTIFIED_PHASES = replace(PHASED, title="split backwards, by the certificate",
+                           judge=lambda build, mutant: (by_certificate(build, mutant), False))  # fmt: skip
 NUMBERS = Table("numbers that data never shows",
                 (*BUILDS[:3], BUILDS[4], AUXILIARY_BUILD, MOODY_BUILD, CONTEXT_BUILDS[0]), good_build,
                 lambda build: in_graph(compiled_plan(build.name)), judged)  # fmt: skip
 LARGE = Table("large builds, by texts alone", tuple(LARGE_PLANS), large_build, in_large,
               lambda build, mutant: (build.faults(mutant.programs)[0], False))  # fmt: skip
 CAPTURED = Table("captured graphs, by the module alone", CAPTURES, captured, in_captured, by_module)
-TABLES = (CAPTURED, STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, NUMBERS,
-          LARGE)  # fmt: skip
+TABLES = (CAPTURED, STEPS, EARLY, SUMS, CONTEXT, EVALUATIONS, ROUNDINGS, STAGES, EVALUATED_STAGES, PHASED,
+          CERTIFIED_PHASES, NUMBERS, LARGE)  # fmt: skip
 FINE = tuple(name for name in BUILDS if name.startswith("stack"))
 """The builds whose numbers are tested quickest: each operator of these is a place of its own."""
 NUMERIC = ("read another value", "run again", "take another operator", "change an argument", "swap operands",

@@ -36,6 +36,8 @@ class Mutant:
     what: str
     make: Callable[[], Programs]
     actions: Sequence[Action] | None = None
+    timelines: Mapping[str, Sequence[Action]] | None = None
+    """The actions of several roles."""
 
     @property
     def programs(self) -> Programs:

@@ -42,6 +42,28 @@ PIPELINES = {
     ).replace('Tied" (layers=1)', 'Looked"'),
 }
 
+GPT = """\
+model "../examples/gpt.py:GPT" (layers=4, width=8, heads=2, vocab=12, length=4, dropout=0.25)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=8, S=4
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1 clip 1.0
+mesh dp=2, pp=2
+shard tokens, targets [B/dp, _]
+stage before blocks.2 over pp
+"""
+PHASES = {
+    "zb-h1, two stages": PIPELINE.format(layers=2, cuts="layers.1", schedule="zb-h1 microbatches 2"),
+    "1f1b, three stages": PIPELINE.format(layers=3, cuts="layers.1, layers.2", schedule="1f1b microbatches 4").replace(
+        "pp=2", "pp=3"
+    ),
+    "zb-h1, blocks": GPT + "zero 2 over dp\nschedule zb-h1 microbatches 2\n",
+    "zbv, blocks": GPT.replace("blocks.2", "blocks.1, blocks.2, blocks.3") + "schedule zbv microbatches 2\n",
+}
+"""Builds with backwards in two phases: stages that do I and W, B, or both; sums that start in the last W; calls of
+halves; a V."""
+
 
 @dataclass(frozen=True)
 class Good:
@@ -55,7 +77,7 @@ class Good:
 @cache
 def good(name: str, evaluates: bool = False) -> Good:
     """Return one of the builds, or what evaluates its model."""
-    lines = PIPELINES[name] + "eval\n" * evaluates
+    lines = {**PIPELINES, **PHASES}[name] + "eval\n" * evaluates
     compiled = compile_once(read_plan(Source("stages.parc", lines)), ROOT / "tests")
     if compiled.evaluated is not None:
         compiled = compiled.evaluated
@@ -79,13 +101,18 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         return [str(error)]
     if faults:
         return [str(fault) for fault in faults]
+    missing = certificate_of(replace(compiled.build, texts=texts_with(build, programs))).missing
+    return [missing] if missing else []
+
+
+def texts_with(build: Good, programs: Programs) -> dict[str, str]:
+    """Return the texts of a build with other programs."""
     texts = {name: text for name, text in build.texts.items() if not name.startswith("programs/stage")}
     texts = {name: text for name, text in texts.items() if not re.match(r"programs/pp\d", name)}
     written = {f"programs/{name}.py": (name, program.text()) for name, program in programs.items()}
     # programs that do nothing, as those of training in an evaluation, have no file
-    texts |= {file: text for file, (name, text) in written.items() if file in build.texts or name not in build.programs}
-    missing = certificate_of(replace(compiled.build, texts=texts)).missing
-    return [missing] if missing else []
+    return texts | {file: text for file, (name, text) in written.items()
+                    if file in build.texts or name not in build.programs}  # fmt: skip
 
 
 def file_of(program: Program) -> str:
@@ -100,7 +127,7 @@ AMONG, STACK = "parc.all_reduce_among", "aten.stack.default"
 ROLES = ("pp0.REDUCE", "pp1.REDUCE")
 
 
-def _places(build: Good) -> Changed:
+def places(build: Good) -> Changed:
     """Put programs on other roles, or take others' programs."""
     for name, program in build.programs.items():
         rest = {key: other for key, other in build.programs.items() if key != name}
@@ -183,7 +210,7 @@ def in_pipeline(build: Good) -> Iterator[Mutant]:
     for mutant in mutants(build.programs, between):
         if not numbers.search(mutant.what) and not zeros.search(mutant.what):
             yield mutant
-    bugs = [("put a program elsewhere", _places), ("return a value twice", _returned_twice)]
+    bugs = [("put a program elsewhere", places), ("return a value twice", _returned_twice)]
     if any("gradient" in str(key) for p in build.programs.values() for key, _ in p.main.returns):
         bugs += [("count a gradient of another role", _counted_too), ("sum other gradients", _mixed)]
     for kind, bug in bugs:

@@ -12,21 +12,28 @@ Timelines = Mapping[str, Sequence[Action]]
 """The actions of each role."""
 
 _ONCE = ("UNSHARD", "SCALE", "LOSS", "REDUCE", "RESCALE", "STEP")
-_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 _IN_TURN = (
-    ("COUNT", "SCALE"), ("SCALE", "B"), ("F", "LOSS"), ("B", "REDUCE"), ("UNSHARD", "F"), ("UNSHARD", "B"),
-    ("REDUCE", "RESCALE"),
+    ("COUNT", "SCALE"), ("F", "LOSS"), ("UNSHARD", "F"), ("REDUCE", "RESCALE"),
+    *(pair for kind in "BIW" for pair in (("SCALE", kind), (kind, "REDUCE"), ("UNSHARD", kind))),
 )  # fmt: skip
 _OF_ONE_MICROBATCH = (
-    ("RECV_F", "F"), ("F", "SEND_F"), ("SEND_F", "RECV_B"), ("F", "B"), ("RECV_B", "B"), ("B", "SEND_B"),
+    ("RECV_F", "F"), ("F", "SEND_F"), ("I", "W"),
+    *(pair for kind in "BI" for pair in (
+        ("SEND_F", f"RECV_{kind}"), ("F", kind), ("RECV_B", kind), ("RECV_I", kind), (kind, f"SEND_{kind}"))),
 )  # fmt: skip
+_OTHER_PHASES = {
+    "B": ("I", "W"), "I": ("B", "W"), "W": ("B", "I"),
+    **{f"{way}_{kind}": (f"{way}_{other}",) for way in ("SEND", "RECV") for kind, other in ("BI", "IB")},
+}  # fmt: skip
+"""The kinds that an action of a backward may be taken for."""
 
 
 def must_follow(first: Action, then: Action) -> bool:
     """Return whether an action precedes another of its role in every schedule; for two messages of one stage and kind,
     in every schedule that leaves the other side as it is."""
     same, kinds = (first.stage, first.microbatch) == (then.stage, then.microbatch), (first.kind, then.kind)
-    messages = first.kind == then.kind and first.kind in _MESSAGES and first.stage == then.stage
+    messages = first.message is not None and then.message is not None and first.stage == then.stage
+    messages = messages and first.kind.replace("I", "B") == then.kind.replace("I", "B")
     return then.kind == "STEP" or kinds in _IN_TURN or (same and kinds in _OF_ONE_MICROBATCH) or messages
 
 
@@ -51,6 +58,8 @@ def wrong_at(timelines: Timelines, role: str, at: int, draw: random.Random) -> I
         most = max(known.microbatch for known in every)
         index = draw.choice([n for n in range(most + 3) if n != action.microbatch])
         yield "another microbatch", put(*before, replace(action, microbatch=index), *behind)
+    for kind in _OTHER_PHASES.get(action.kind, ()):
+        yield "another phase", put(*before, replace(action, kind=kind), *behind)
     for then, late in enumerate(behind, at + 1):
         if must_follow(action, late):
             yield "swap", put(*before, late, *actions[at + 1 : then], action, *actions[then + 1 :])

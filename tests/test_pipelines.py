@@ -58,7 +58,8 @@ def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
             for stage, role in enumerate(compilation.build.roles.values())]  # fmt: skip
     assert held == [{"0", "1"}, {"2", "3", "4"}, {"5", "6"}]
     timeline = simulate(compilation.timelines)
-    assert [timeline.busy(role) / timeline.makespan for role in compilation.timelines] == [1 / 3] * 3
+    # gradients of weights are computed beside the next stage: 7 slots for F, F, F, I, I, B
+    assert [timeline.busy(role) / timeline.makespan for role in compilation.timelines] == [3 / 7] * 3
     assert error(compilation) < 1e-12
 
 
@@ -86,9 +87,11 @@ def test_a_rank_is_idle_by_its_own_stage_beside_the_longest_path(again: str) -> 
     back = 2 * (2 * weights + 5 * scores)  # attention's own backward computes the scores again
     back += block - 2 * tokens * 4 * width**2 if again else 0  # all but the last product, which no gradient reads
     head = 2 * tokens * width * vocab
-    assert flops == {0: {"F": 3 * block, "B": 3 * back}, 1: {"F": block + head, "B": back + 2 * head}}
+    products = 2 * weights + 2 * tokens * width * vocab  # of gradients of weights
+    assert flops == {0: {"F": 3 * block, "B": 3 * back},
+                     1: {"F": block + head, "I": back + 2 * head - products, "W": products}}  # fmt: skip
     first, last = (4 * sum(flops[stage].values()) for stage in (0, 1))
-    longest = first + max(0, last // 4 - 3 * block)  # the first stage waits for the first gradient alone
+    longest = first + max(0, flops[1]["F"] + flops[1]["I"] - 3 * block)  # it waits for the first gradient alone
     assert report["idle"] == {"pp0": pytest.approx(1 - first / longest), "pp1": pytest.approx(1 - last / longest)}
     embedding = vocab * width
     layer = 12 * width**2 + 13 * width
@@ -118,12 +121,41 @@ def test_alike_stages_share_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "chunks"),
-    [wide("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("looped", 2, 2)],
+    [
+        wide("gpipe", 2, 1),
+        ("1f1b", 4, 1),
+        ("interleaved", 2, 2),
+        ("looped", 2, 2),
+        ("zb-h1", 2, 1),
+        wide("zb-h2", 2, 1),
+        wide("interleaved-zb", 2, 2),
+        ("zbv", 2, 2),
+        wide("dualpipev", 2, 2),
+        wide("v-half", 2, 2),
+        ("v-min", 2, 2),
+    ],
 )
 def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
     compilation = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4, microbatches=4)
     assert compilation.request.pipeline is not None and compilation.request.pipeline.stages == pp * chunks
     assert compare(case_of(compilation), 1).largest < 1e-12
+
+
+def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() -> None:
+    compilation = compiled("llama-pipeline", schedule="1f1b", pp=4, layers=4, microbatches=4)
+    work = [[str(action) for action in actions if action.works] for actions in compilation.timelines.values()]
+    assert work[3] == [f"3{kind}{m}" for m in range(4) for kind in "FIW"], "no other microbatch waits"
+    assert work[1][-3:] == ["1B2", "1I3", "1W3"], "before the last microbatch, others wait"
+    assert not {"0I3", "0W3"} & {*work[0]}, "the first stage sends nothing"
+    last = [*map(str, compilation.timelines["pp3"])]
+    assert last[-6:] == ["3I3", "3SEND_I3", "3W3", "3LOSS", "3REDUCE", "3STEP"]
+
+
+def test_a_tied_weight_has_one_sum_where_one_stage_does_b_and_the_other_two_phases() -> None:
+    text = (EXAMPLES / "gpt3d.parc").read_text() + "zero 1 over dp\n"
+    compilation = compile_once(read_plan(Source("gpt3d.parc", text), {"dp": "2", "tp": "1"}), EXAMPLES)
+    kinds = [{*role.programs} for role in compilation.build.roles.values()]
+    assert "0B" in kinds[0] and "1W" in kinds[1] and not prove(compilation)
 
 
 def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
@@ -218,14 +250,30 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert not prove(compilation)
     write_build(compilation.to_write(report_of(compilation)), out)
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
-    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 14 to 45% idle, on 2 ranks of `pp`\n"
+    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 8 to 41% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     assert main(["show", str(out), "--pipeline", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     flops = stage_flops(compilation.build.roles)
     assert shown["idle"]["pp1"] == pytest.approx(1 - 4 * sum(flops[1].values()) / shown["flops"])
-    end = flops[0]["F"] + flops[1]["F"] + flops[1]["B"]
-    assert {"action": "1B0", "start": end - flops[1]["B"], "end": end} in shown["roles"]["pp1"]
+    end = flops[0]["F"] + flops[1]["F"] + flops[1]["I"]
+    assert {"action": "1I0", "start": end - flops[1]["I"], "end": end} in shown["roles"]["pp1"]
+    assert shown["idle_share"] == shown["idle"] and shown["makespan"] == shown["flops"]
+    assert shown["live"] == {"pp0": 2, "pp1": 1}
+    assert main(["show", str(out), "--pipeline", "--costs", "F=4, I=5, W=3", "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert priced.keys() == shown.keys() and priced["flops"] == shown["flops"] and priced["live"] == shown["live"]
+    assert priced["makespan"] == 4 + 4 * (4 + 8) + 5 and priced["idle"] == {"pp0": 9, "pp1": 9}
+    assert main(["show", str(out), "--pipeline", "--costs", "F=4,I=5,W=3,B=10"]) == 0
+    head, *_, floor, norm, shared = capsys.readouterr().out.splitlines()
+    assert (
+        head == "1f1b, 4 microbatches, 2 stages, 8 to 21% idle; boxes are as long as their costs, F=4, B=10, I=5, W=3"
+    )
+    formula = "(p - 1)(F + B) with whole backwards, and some are split here"
+    assert floor == f"ranks are idle for up to 13 of 61; the floor of a synchronous step is 14, {formula}"
+    wait = "before the update, ranks of `pp` wait for each other: the"
+    assert norm == f"{wait} norm of all gradients, for `clip`"
+    assert shared == f"{wait} gradients of weights that several stages have"
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(2)]
     weights = plain.module.state_dict()

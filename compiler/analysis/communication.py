@@ -13,7 +13,7 @@ from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, axes_o
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, FORWARD, PHASES, REDUCE, UNSHARD, step_kinds
+from ..program.actions import ACTIONS, FORWARD, PHASES, REDUCE, UNSHARD, kinds_to, step_kinds
 from ..program.binding import PARAMETERS
 from ..program.blocks import complete, working
 from ..program.plain import on_their_way
@@ -174,14 +174,16 @@ def placed_messages(role: Role) -> list[tuple[int, PlacedMessage]]:
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     programs = dict(sorted(role.programs.items(), key=_running_order))
     gathered = _beside_forwards([*programs.values()])
-    counted = [
-        (1 if placed.message.once else times[name], placed)
-        for name, program in programs.items()
-        for placed in (
-            *_walk(program, program.mains[0], None, elsewhere=gathered if program.action == UNSHARD else ()),
-            *_sends(name, program, role),
-        )
-    ]
+    counted: list[tuple[int, PlacedMessage]] = []
+    for name, program in programs.items():
+        elsewhere = gathered if program.action == UNSHARD else ()
+        counted += ((1 if placed.message.once else times[name], placed)
+                    for placed in _walk(program, program.mains[0], None, elsewhere=elsewhere))  # fmt: skip
+        stage, kind = stage_key(name) or (0, "")
+        alike = [f"{stage}{other}" for other in (kinds_to(ACTIONS[kind].to) if kind else ())]
+        if name in [other for other in alike if other in programs][:1]:  # B and I of a stage send the same
+            count = sum(times.get(other, 0) for other in alike)
+            counted += ((count, placed) for placed in _sends(stage, program, role))
     return sorted(counted, key=lambda row: PHASES.index(row[1].message.phase))
 
 
@@ -211,9 +213,9 @@ def _running_order(named: tuple[str, Program]) -> tuple[int, int]:
     return order.index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _sends(key: str, program: Program, role: Role) -> Iterator[PlacedMessage]:
+def _sends(stage: int, program: Program, role: Role) -> Iterator[PlacedMessage]:
     """Yield what a stage sends to its neighbour, where that lies on another role."""
-    values, (stage, _) = program.main.values(), stage_key(key) or (0, "")
+    values = program.main.values()
     if stage + ACTIONS[program.action].to in role.stages:
         return
     for name in program.main.returned("sent").values():

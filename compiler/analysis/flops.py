@@ -11,7 +11,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, Action, work_kinds
-from ..program.plain import without_rings
+from ..program.plain import whole_steps, without_rings
 from ..program.program import Line, Program, Value
 from ..program.roles import Role
 from ..schedules.timeline import Timeline, simulate
@@ -56,14 +56,18 @@ def stage_flops(roles: Mapping[str, Role]) -> dict[int, dict[str, int]]:
     return dict(sorted(flops.items()))
 
 
-def step_timeline(roles: Mapping[str, Role]) -> Timeline:
-    """Play the step of a build's roles on a clock: work takes as long as a rank's floating-point operations in it, and
-    messages take no time. If nothing is a product, work takes its ``slots``.
+def step_timeline(roles: Mapping[str, Role], costs: Mapping[str, float] | None = None) -> Timeline:
+    """Play the step of a build's roles on a clock: work takes as long as ``costs`` say of its kind, by default as a
+    rank's floating-point operations in it, and messages take no time. If nothing is a product, work takes its
+    ``slots``.
 
     Raises:
         ValueError: an order that never ends.
     """
-    flops, actions = stage_flops(roles), {name: role.actions for name, role in roles.items()}
+    actions = {name: role.actions for name, role in roles.items()}
+    if costs is not None:
+        return simulate(actions, work=lambda action: costs[action.kind])
+    flops = stage_flops(roles)
     if not any(any(of_kind.values()) for of_kind in flops.values()):
         return simulate(actions)
     return simulate(actions, work=lambda action: flops[action.stage].get(action.kind, 0))
@@ -118,7 +122,7 @@ class BlockCost:
 def block_costs(role: Role) -> dict[str, BlockCost]:
     """Return the costs of a role's blocks, by their modules; what lies outside blocks is under ""."""
     costs: dict[str, BlockCost] = {}
-    for program in role.programs.values():
+    for program in whole_steps({role.name: role.programs})[role.name].values():
         if program.action in (FORWARD, BACKWARD):
             for module, cost in _call_costs(program):
                 costs[module] = costs.get(module, BlockCost()) + cost

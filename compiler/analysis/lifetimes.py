@@ -199,26 +199,11 @@ def addable(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[
         read |= more
 
 
-def delayed(program: Program, chosen: LineChoice = adds) -> dict[str, frozenset[str]]:
-    """Return those ``addable`` values that a machine may make after what a backward sends, as weight gradients. Their
-    kernels accumulate without a temporary: else it would cost memory to wait."""
-    return addable(program, lambda function, line: chosen(function, line) and facts(line.op).addable
-                   and not facts(line.op).casts)  # fmt: skip
-
-
 def _results_inside(program: Program, line: Line) -> list[tuple[Value, str]]:
     """Return a line's results, each with its name inside the function that the line calls, or ""."""
     if not line.calls_function:
         return [(value, "") for value in line.made]
     return [(value, name) for value, (_, name) in zip(line.made, program.function(line.op).returns, strict=True)]
-
-
-def _read_after_end(function: Function, delayed: Collection[str]) -> set[str]:
-    """Return the values that may be read after a function's last line, which lines that make ``delayed`` values may run
-    after: their operands and, of lines that call a function, the other results, which that function may still read."""
-    late = [line for line in function.lines if any(value.name in delayed for value in line.made)]
-    siblings = {value.name for line in late if line.calls_function for value in line.made}
-    return ({name for line in late for name in line.uses} | siblings) - set(delayed)
 
 
 # ---- gradient buckets: the gradients of one message, allocated contiguously
@@ -346,13 +331,12 @@ def _into_first(overload: Any, place: str) -> Callable[..., torch.Tensor]:
 
 
 @remembered
-def spare_operands(function: Function, function_aliases: Aliases, delayed: frozenset[str]) -> Sequence[frozenset[str]]:
+def spare_operands(function: Function, function_aliases: Aliases) -> Sequence[frozenset[str]]:
     """Return, for each line, the operands that die there: the line may write over their storage, which only its results
-    need after it. Parameters belong to the caller, but for totals that the function returns anew. The operands of
-    ``delayed`` values may be read after the last line."""
+    need after it. Parameters belong to the caller, but for totals that the function returns anew."""
     owned = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
     last: dict[str, float] = {name: at for at, line in enumerate(function.lines) for name in line.uses}
-    kept = {value.name for value in function.parameters} - owned | _read_after_end(function, delayed)
+    kept = {value.name for value in function.parameters} - owned
     last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
     groups, spare = StorageGroups(last), list[frozenset[str]]()
     for index, line in enumerate(function.lines):

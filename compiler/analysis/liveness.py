@@ -18,7 +18,6 @@ from .lifetimes import (
     adds_itself,
     aliases,
     bucket_numbers,
-    delayed,
     form_over,
     operand_over,
     reducible_in_place,
@@ -45,14 +44,11 @@ that it returns, ``weights`` what is held beside weights until they have arrived
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that a run holds at once, by their use, and what it still holds at its end: ``kept``, the storages
-    of its results, and ``left``, the bytes of operands of delayed gradients. The largest temporary of these takes
-    ``later`` bytes."""
+    """The most bytes that a run holds at once, by their use, and ``kept``, the storages of its results, which it still
+    holds at its end."""
 
     shares: Mapping[Share, int]
     kept: Mapping[str, int]
-    left: int
-    later: int = 0
     highs: Mapping[Share, int] = field(default_factory=dict)
     """The most bytes of each use, which may be at other moments."""
     at: int = -1
@@ -107,13 +103,12 @@ class _Alive:
 
 class Liveness:
     """The liveness of one program. ``load`` is that of the busiest rank of experts, and ``products`` the library that
-    multiplies. Methods take, for each function, the gradients that are accumulated into existing totals: those
-    ``added`` as they are made, and those added ``late``, when the function has ended, so that their operands stay
-    alive."""
+    multiplies. Methods take, for each function, the gradients that are ``added`` to existing totals as they are
+    made."""
 
     def __init__(self, program: Program, load: float = 1.0, products: Products = BLAS) -> None:
         self.program, self._load, self.products = program, load, products
-        self.addable, self.delayed, self.buckets = addable(program), delayed(program), bucket_numbers(program, products)
+        self.addable, self.buckets = addable(program), bucket_numbers(program, products)
         self.aliases = aliases(program)
         self.reducible = {main.name: reducible_in_place(program, main) for main in program.mains}
         self._bytes: dict[tuple[str, str], int] = {}
@@ -138,32 +133,14 @@ class Liveness:
         """Return the storage of each value of a function: the first value that lies in it."""
         return self.aliases[function.name].root
 
-    def read_after_end(self, function: Function, late: Mapping[str, frozenset[str]]) -> set[str]:
-        """Return the storages that are read when the function has ended, to make the values that are added ``late``."""
-        root, names = self.root(function), set[str]()
-        for line in function.lines:
-            if line.calls_function:
-                callee = self.program.function(line.op)
-                inner, inner_root = self.read_after_end(callee, late), self.root(callee)
-                operands = zip(callee.parameters, line.args, strict=True)
-                names.update(item.name for value, item in operands if value.name in inner)
-                results = zip(line.results, callee.returns, strict=True)
-                names.update(
-                    value.name for value, (_, name) in results if value is not None and inner_root[name] in inner
-                )
-            elif any(value.name in late.get(function.name, ()) for value in line.made):
-                names.update(line.uses)
-        return {root[name] for name in names}
-
     def peak(
         self, function: Function, owned: Mapping[str, int], added: Mapping[str, frozenset[str]],
-        late: Mapping[str, frozenset[str]],
     ) -> Peak:  # fmt: skip
         """Return the peak of a run that owns parameters of so many bytes, which it frees after their last use; other
         parameters are the caller's."""
-        key = function.name, tuple(owned.items()), added.get(function.name), late.get(function.name)
+        key = function.name, tuple(owned.items()), added.get(function.name)
         if key not in self._peaks:
-            self._peaks[key] = _Run(self, function, owned, added, late).peak()
+            self._peaks[key] = _Run(self, function, owned, added).peak()
         return self._peaks[key]
 
 
@@ -172,14 +149,13 @@ class _Run:
 
     def __init__(
         self, liveness: Liveness, function: Function, owned: Mapping[str, int],
-        added: Mapping[str, frozenset[str]], late: Mapping[str, frozenset[str]],
+        added: Mapping[str, frozenset[str]],
     ) -> None:  # fmt: skip
-        self.liveness, self.function, self.added, self.late = liveness, function, added, late
+        self.liveness, self.function, self.added = liveness, function, added
         self.root = liveness.root(function)
-        self.added_here, self.late_here = (table.get(function.name, frozenset[str]()) for table in (added, late))
+        self.added_here = added.get(function.name, frozenset[str]())
         self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
-        # no line is prepared to write over what may be added late, whether or not it is
-        self.spare = spare_operands(function, liveness.aliases[function.name], liveness.delayed[function.name])
+        self.spare = spare_operands(function, liveness.aliases[function.name])
         self.gradients = {self.root[name] for name in function.returned("gradient").values()}
         self.buckets, self.allocated = liveness.buckets.get(function.name, {}), set[int]()
         self.travels = {line.made[0].name: line for line in function.lines if MESSAGE in dict(line.kwargs)}
@@ -190,7 +166,6 @@ class _Run:
         for name, size in owned.items():
             self.alive.add(name, size, shares.get(name, "values"))
         self.alive.note()
-        self.left = self.later = 0
         self.last = self._last()
         self.dying: dict[int, list[str]] = {}
         for name, index in self.last.items():
@@ -198,7 +173,7 @@ class _Run:
 
     def _last(self) -> dict[str, int]:
         """Return the index of the last line that reads each storage. A message reads the operands that it holds until
-        the first of its results is awaited; what is returned or read after the end lives to the end."""
+        the first of its results is awaited; what is returned lives to the end."""
         lines, root, last = self.function.lines, self.root, dict[str, int]()
         for index, line in enumerate(lines):
             for name in (*line.uses, *(value.name for value in line.made)):
@@ -211,8 +186,6 @@ class _Run:
             if self._buffers(line).holds:
                 arrival = arrivals.get(line.kwargs, len(lines))
                 last.update((root[name], max(last[root[name]], arrival)) for name in line.uses)
-        self.late_read = self.liveness.read_after_end(self.function, self.late) if self.late_here else set[str]()
-        last.update(dict.fromkeys(self.late_read, len(lines)))
         last.update((root[name], len(lines)) for _, name in self.function.returns if not self._in_total(name))
         return last
 
@@ -235,8 +208,7 @@ class _Run:
             line = self.travels[name]
             if line.kwargs not in self.arrived and self._buffers(line).holds:
                 kept[name] += sum(map(self.alive.drop, {self.root[operand] for operand in line.uses} - kept.keys()))
-        left = sum(self.alive.size.get(name, 0) for name in self.late_read - kept.keys())
-        return Peak(self.alive.peak, kept, self.left + left, self.later, self.alive.highs, self.alive.at)
+        return Peak(self.alive.peak, kept, self.alive.highs, self.alive.at)
 
     def _call(self, index: int, line: Line) -> None:
         callee = self.liveness.program.function(line.op)
@@ -248,12 +220,10 @@ class _Run:
             if name in alive.size and self.last[name] == index and read.count(name) == 1
         }
         owned = {parameter: alive.size[name] for parameter, name in dying.items()}
-        inner = self.liveness.peak(callee, owned, self.added, self.late)
+        inner = self.liveness.peak(callee, owned, self.added)
         alive.note(inner.most - sum(owned.values()))
         for name in dying.values():
             alive.drop(name)
-        self.left, self.later = self.left + inner.left, max(self.later, inner.later)
-        alive.hold(inner.left)
         inner_root = self.liveness.root(callee)
         for value, (_, name) in zip(line.results, callee.returns, strict=True):
             if value is not None and root[value.name] == value.name and not self._in_total(value.name):
@@ -266,7 +236,7 @@ class _Run:
 
     def _in_total(self, name: str) -> bool:
         """Return whether a value is accumulated into an existing total, and so has no storage of its own."""
-        return name in self.added_here or name in self.late_here
+        return name in self.added_here
 
     def _line(self, index: int, line: Line) -> None:
         if line.op in COLLECTIVES and line.op not in RINGS:
@@ -274,10 +244,8 @@ class _Run:
             return
         names = [value.name for value in line.made if self.root[value.name] == value.name]
         apart = self.liveness.products.apart(line, self.function, self.liveness.program.mesh)
-        if apart and line.made[0].name in self.late_here:
-            self.later = max(self.later, self._size(line.made[0].name))
         fused = self.added_here if adds_itself(self.function, line) and not apart else frozenset[str]()
-        names = [name for name in names if name not in self.late_here | fused]
+        names = [name for name in names if name not in fused]
         if len(names) == 1 and (over := self._written_over(index, line)):
             self.alive.add(names[0], self.alive.drop(over), self._share(names[0]))
             return
@@ -366,7 +334,7 @@ def saved_bytes_by_module(program: Program, load: float = 1.0) -> dict[str, int]
         for value in main.parameters
         if value.binding is not None and value.binding.home in ("stage", "neighbour")
     }
-    kept, root = dict(live.peak(main, owned, {}, {}).kept), live.root(main)
+    kept, root = dict(live.peak(main, owned, {}).kept), live.root(main)
     modules = _making_modules(program, main, Origin())
     sizes: dict[str, int] = {}
     for name in main.returned("saved").values():

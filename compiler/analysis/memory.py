@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..layout.placement import TensorType
-from ..program.actions import ACTIONS, AHEAD, BACKWARD, FORWARD, STEP, UNSHARD, Action, receive_kind, send_kind
+from ..program.actions import ACTIONS, AHEAD, FORWARD, STEP, UNSHARD, Action, direction_of, kinds_to, send_kind
 from ..program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ..program.optimizers import update_bytes
 from ..program.plain import on_their_way
@@ -167,26 +167,25 @@ class _StepMemory:
             for coming in self.actions[index : index + 1 + AHEAD]:
                 message = coming.message
                 if message is not None and not message.sends:
-                    self.held[coming.kind, coming.stage, coming.microbatch] = self._received(coming)
-            following = self.actions[index + 1] if index + 1 < len(self.actions) else None
+                    self.held[direction_of(message.work), coming.stage, coming.microbatch] = self._received(coming)
             self.running = action
-            self._action(action, following)
+            self._action(action)
         return replace(self.most, most=self.highs)
 
     def _received(self, action: Action) -> int:
         assert action.message is not None
-        program = self.programs[f"{action.stage}{action.message.work}"]
+        readers = (f"{action.stage}{kind}" for kind in kinds_to(ACTIONS[action.message.work].to))
+        program = next(self.programs[reader] for reader in readers if reader in self.programs)
         return sum(local_bytes(value.type, program, self.load) for value in program.main.bound("received").values())
 
-    def _action(self, action: Action, following: Action | None) -> None:
+    def _action(self, action: Action) -> None:
         held, stage, m = self.held, action.stage, action.microbatch
         key = action.program_in(self.programs)
         if action.message is not None and action.message.sends:
-            self._note(Peak({}, {}, 0))
+            self._note(Peak({}, {}))
             held["sent", action.kind, stage] = held.pop(("made", action.kind, stage, m), 0)
-            held.pop(("left",), None)
         if action.kind == STEP:
-            self._note(Peak({}, {}, 0), update=self.update)
+            self._note(Peak({}, {}), update=self.update)
         if action.message is not None or key not in self.programs:
             return
         if ACTIONS[action.kind].place == "after":
@@ -195,7 +194,7 @@ class _StepMemory:
         owned: dict[str, int] = {}
         totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
         if action.works:
-            held.pop((receive_kind(action.kind), stage, m), None)
+            held.pop((direction_of(action.kind), stage, m), None)
             held.pop(("saved", stage, m), None)
         saved = self.kept.pop((stage, m), {}) if action.works else {}
         for value in main.parameters:
@@ -203,25 +202,17 @@ class _StepMemory:
                 continue
             if value.binding.kind == "gradient":  # a total, which is the program's own
                 owned[value.name] = self.totals.pop(value.binding, 0)
-            elif value.binding.kind == "saved":
+            elif value.binding.home == "stage":
                 owned[value.name] = saved.get(value.binding.name, 0)
-            elif value.binding.home in ("stage", "neighbour"):
+            elif value.binding.home == "neighbour":
                 owned[value.name] = local_bytes(value.type, self.programs[key], self.load)
             elif value.binding in self.arriving:
                 owned[value.name] = self.arriving.pop(value.binding)
-        sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
-        # a last backward that starts reductions delays nothing
-        delays = sends and main is not self.programs[key].last
-        added, late = live.addable if totals else {}, live.delayed if totals and delays else {}
-        added = {name: values - late.get(name, frozenset()) for name, values in added.items()}
-        peak = live.peak(main, owned, added, late)
+        peak = live.peak(main, owned, live.addable if totals else {})
         # the last step's weights, in which parameters lie
         before = sum(self.inside.values()) if action.kind == UNSHARD else 0
         self._note(peak, before)
-        held["left",] = peak.left
         self._keep(action, main, peak)
-        if peak.later:
-            self._note(Peak({"values": peak.later}, {}, 0))
 
     def _note(self, peak: Peak, before: int = 0, update: int = 0) -> None:
         """Note the memory while a program with this peak runs, and ``before`` bytes of weights of the last step, or
@@ -268,9 +259,10 @@ class _StepMemory:
         root, left = self.live[key].root(main), dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
         saved, sent, returned = dict[str, int](), 0, 0
-        for binding, name in main.returns:
+        # what a later action reads lives longer than what is sent
+        for binding, name in sorted(main.returns, key=lambda pair: pair[0].home != "stage"):
             size = left.pop(root[name], 0)
-            if binding.kind == "saved":
+            if binding.home == "stage":
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
@@ -297,7 +289,7 @@ class _StepMemory:
         self.held["saved", stage, m] = sum(saved.values())
         self.held["returned", stage, m] = returned
         to = stage + ACTIONS[action.kind].to
-        there = (receive_kind(action.kind), to) if to in self.stages else ("made", send_kind(action.kind), stage)
+        there = (direction_of(action.kind), to) if to in self.stages else ("made", send_kind(action.kind), stage)
         self.held[*there, m] = sent
 
 
@@ -356,7 +348,7 @@ def _waiting(programs: Mapping[str, Program], actions: Sequence[Action], offload
         if action.kind == FORWARD:
             now.update(_offloaded(programs[action.program_in(programs)], "saved", offload))
             most |= now
-        elif action.kind == BACKWARD:
+        elif action.works and "saved" in ACTIONS[action.kind].reads:
             forward = Action(action.stage, FORWARD, action.microbatch)
             now.subtract(_offloaded(programs[forward.program_in(programs)], "saved", offload))
     return most

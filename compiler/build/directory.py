@@ -154,11 +154,12 @@ def _read_all(named: Path, altered: list[str] | None, custom: Custom) -> Build:
         raise BuildError(
             f"`{path}` uses the operator `{min(unregistered)}`, which the model's module does not register"
         )
-    kinds = {action.kind for role in build.roles.values() for action in role.actions}
-    needed = {row.kind for row in ACTIONS.values() if row.program and (row.kind in kinds or not row.optional)}
-    lacking = sorted(needed - build.programs.keys())
-    if lacking:
-        raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
+    done = [(action, role.programs) for role in build.roles.values() for action in role.actions]
+    lacking = {action.kind for action, programs in done if action.kind in ACTIONS and ACTIONS[action.kind].program
+               and action.program_in(programs) not in programs}  # fmt: skip
+    needed = {row.kind for row in ACTIONS.values() if row.program and not row.optional}
+    if lacking := lacking | (needed - build.programs.keys()):
+        raise BuildError(f"`{path}` has no program of {', '.join(sorted(lacking))}")
     for name, text in manifest["parameters"].items():
         try:
             parse_type(text, build.mesh).local(build.mesh)

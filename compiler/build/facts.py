@@ -15,7 +15,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..ops.rules import facts, registered, registered_row
 from ..padding.pads import pads_from
-from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, work_kinds
+from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, phases_of, work_kinds
 from ..program.binding import PARAMETERS
 from ..program.program import Fault, Program, operator
 from ..program.roles import Role
@@ -216,10 +216,11 @@ def _schedule_faults(manifest: Mapping[str, Any], roles: Mapping[str, Role]) -> 
     microbatches, purpose = manifest["microbatches"], purpose_of(manifest)
     for name, role in roles.items():
         done = Counter((action.stage, action.kind) for action in role.actions)
-        for stage, kind in product(role.stages, work_kinds()):
-            if done[stage, kind] != (microbatches if ACTIONS[kind].serves(purpose) else 0):
+        for stage, kind in product(role.stages, (kind for kind in work_kinds() if not ACTIONS[kind].instead_of)):
+            times = sum(done[stage, each] for each in (kind, *phases_of(kind)[:1]))
+            if times != (microbatches if ACTIONS[kind].serves(purpose) else 0):
                 yield fact_fault(f"`microbatches` is {microbatches}, but {name} does `{kind}` of stage {stage} "
-                                 f"{done[stage, kind]} times")  # fmt: skip
+                                 f"{times} times")  # fmt: skip
 
 
 def fact_fault(message: str) -> Fault:

@@ -253,9 +253,11 @@ def _widens(line: Line, function: Function) -> bool:
     return after.dtype.itemsize > before.dtype.itemsize
 
 
-def _permutes(line: Line) -> bool:
-    """Return whether a line changes the order of dims."""
-    return line.op.split(".")[1] in ("t", "transpose", "permute")
+def _permutes(line: Line, function: Function) -> bool:
+    """Return whether a line may change the order of dims: it moves them, and adds and repeats none."""
+    row, before = facts(line.op), function.values()[line.uses[0]].type.shape if line.uses else ()
+    after = line.made[0].type.shape
+    return row.moves == "dims" and len(before) == len(after) and math.prod(before) == math.prod(after)
 
 
 class _Storages:
@@ -280,7 +282,7 @@ class _Storages:
             if _ATTENTION.match(line.op):  # its results lie as its operands do
                 turned = not permuted.isdisjoint(line.uses)
             else:
-                turned = at in self.views and row.moves != "shape" and (source in permuted) != _permutes(line)
+                turned = at in self.views and row.moves != "shape" and (source in permuted) != _permutes(line, function)
             permuted.update(made if turned else ())
 
     def root(self, name: str) -> str:

@@ -12,7 +12,7 @@ from ..analysis.communication import bytes_put_in
 from ..analysis.lifetimes import aliases
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS
 from ..layout.placement import TensorType
-from ..program.actions import BACKWARD, REDUCE
+from ..program.actions import ACTIONS, REDUCE
 from ..program.binding import Binding
 from ..program.plain import on_their_way
 from ..program.program import Function, Line, Program
@@ -193,7 +193,8 @@ class ProgramClock:
     def _sums_gradients(self, line: Line, type_: TensorType) -> bool:
         """Return whether a message sums gradients: of blocks' weights over ranks, once a step."""
         sums = line.op in ("parc.all_reduce", "parc.reduce_scatter", "parc.all_reduce_among")
-        return sums and len(type_.shape) > 0 and self.program.action in (BACKWARD, REDUCE)
+        action = self.program.action
+        return sums and len(type_.shape) > 0 and (action == REDUCE or ACTIONS[action].accumulates)
 
     def _messages(self, function: Function) -> dict[int, StartedMessage]:
         """Return the messages of a function by the number of the line that starts them: the first of those that travel

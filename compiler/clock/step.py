@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..analysis.liveness import local_bytes
 from ..layout.collectives import COLLECTIVES
-from ..program.actions import ACTIONS, BACKWARD, Action, send_kind
+from ..program.actions import ACTIONS, Action, send_kind
 from ..program.binding import Binding
 from ..program.plain import in_reduce
 from ..program.program import Program
@@ -65,7 +65,7 @@ class _RoleClock:
     """The waits for values that another program left under way."""
 
     def __post_init__(self) -> None:
-        self.last = {action.stage: action for action in self.role.actions if action.kind == BACKWARD}
+        self.last = {action.stage: action for action in self.role.actions if action.accumulates}
 
     def end(self, action: Action, until: float) -> None:
         """Note that an action ends."""

@@ -13,6 +13,8 @@ from .binding import Kind
 REFERENCE = "reference"
 """The action of a captured graph's program, of which every function is a main one."""
 COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD = "COUNT", "SCALE", "UNSHARD", "F", "B"
+INPUT_GRADIENTS, WEIGHT_GRADIENTS = "I", "W"
+"""The two phases of a backward that is split: the gradients that other stages wait for, then those of weights."""
 AVERAGING, REDUCE, RESCALE, STEP, LOADS = "LOSS", "REDUCE", "RESCALE", "STEP", "LOADS"
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
@@ -57,8 +59,12 @@ class ActionRow:
     """The phase in which ``expect`` and ``forbid`` count the action's collectives."""
     to: int = 0
     """The distance, for work, from a stage to the one that takes its results; 0 where no stage does."""
+    instead_of: str = ""
+    """The kind of work of which this one is a phase: the phases together stand for it, for some microbatches or all."""
     slots: int = 1
     """The duration of work in a drawing."""
+    legend: str = ""
+    """The name of work beside its colors in a drawing; by default its phase."""
     colors: tuple[str, ...] = ("#b08ed0",)
     """The colors of work in a drawing, a shade for each of a role's stages."""
 
@@ -66,6 +72,12 @@ class ActionRow:
     def works(self) -> bool:
         """True where the action is work, the part of a step that a schedule puts in order."""
         return self.place == "work"
+
+    @property
+    def accumulates(self) -> bool:
+        """True for work whose gradients of parameters are added up over microbatches. A stage's activations of a
+        microbatch are held until then."""
+        return self.works and "gradient" in self.returns
 
     def serves(self, purpose: Purpose) -> bool:
         """Return whether programs of a purpose do the action."""
@@ -90,6 +102,12 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
               phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
+    ActionRow(INPUT_GRADIENTS, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"),
+              returns=("deferred",), optional=True, compiled=True, phase="backward", to=-1, instead_of=BACKWARD,
+              legend="gradients of inputs", colors=("#e0913f", "#ecb67f", "#f6d9ba")),
+    ActionRow(WEIGHT_GRADIENTS, "work", "stage", each=True, reads=("scale", "weight", "term", "deferred"),
+              returns=("gradient",), optional=True, compiled=True, phase="backward", instead_of=BACKWARD,
+              legend="gradients of weights", colors=("#8a9a2b", "#b4c062", "#d6dea6")),
     ActionRow(AVERAGING, "after", "role", reads=("loss", "scale", "unscale"), returns=("loss",),
               purpose="evaluation"),
     ActionRow(REDUCE, "after", "role", reads=("unscale", "gradient"), returns=("gradient", "grad_norm", "state")),
@@ -109,6 +127,34 @@ def step_kinds(*places: str) -> Iterator[ActionRow]:
 def work_kinds() -> tuple[str, ...]:
     """Return the kinds of work, which a schedule puts in order."""
     return tuple(row.kind for row in step_kinds("work"))
+
+
+def phases_of(kind: str) -> tuple[str, ...]:
+    """Return the kinds of work that together stand for another kind: those of a split backward.
+
+    >>> phases_of("B")
+    ('I', 'W')
+    """
+    return tuple(row.kind for row in step_kinds("work") if row.instead_of == kind)
+
+
+def kinds_to(distance: int) -> tuple[str, ...]:
+    """Return the kinds of work whose results go to the stage at a distance: a stage does one of them for each
+    microbatch.
+
+    >>> kinds_to(-1)
+    ('B', 'I')
+    """
+    return tuple(row.kind for row in step_kinds("work") if row.to == distance)
+
+
+def direction_of(kind: str) -> str:
+    """Return the first kind of work whose results go the way of those of another: all travel on one channel.
+
+    >>> direction_of("I")
+    'B'
+    """
+    return kinds_to(ACTIONS[kind].to)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +199,11 @@ class Action:
     def works(self) -> bool:
         """True where the action is work, the part of a step that a schedule puts in order."""
         return self.kind in ACTIONS and ACTIONS[self.kind].works
+
+    @property
+    def accumulates(self) -> bool:
+        """True for work whose gradients of parameters are added up over microbatches."""
+        return self.kind in ACTIONS and ACTIONS[self.kind].accumulates
 
     @property
     def message(self) -> MessageRow | None:

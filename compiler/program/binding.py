@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, cast
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
     "term", "load", "output", "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
+    "deferred",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "state", "batch", "stage", "neighbour", "step", "result", "program"]
 """The place of bound values while no program runs: a rank's ``parameters``, ``buffers`` or the ``state`` of its steps,
@@ -43,6 +44,7 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         # a parameter as a step computes with it: unsharded and cast from the stored one, once a step
         "weight": KindRow("step", offloaded="parameters"),
         "saved": KindRow("stage", offloaded="activations"),
+        "deferred": KindRow("stage"),  # what the gradients of weights read of the backward before them
         "received": KindRow("neighbour"),
         "sent": KindRow("neighbour"),
         "count": KindRow("step", "kind [name]"),  # the number that divides a term of the loss
@@ -69,6 +71,10 @@ STORED = PARAMETERS + BUFFERS
 """The kinds of the model's own tensors."""
 OUTSIDE: tuple[Kind, ...] = (*STORED, *(kind for kind, row in KINDS.items() if row.home == "batch"))
 """The kinds that no program of a step makes."""
+
+
+_OF_BACKWARD = ("B", "W")
+"""The work that returns gradients of parameters."""
 
 
 class Binding(NamedTuple):
@@ -113,8 +119,9 @@ class Binding(NamedTuple):
         return binding
 
     def key_in(self, action: str) -> str:
-        """Return the text under which an action's program returns it. B returns gradients under their names alone."""
-        return self.name if (self.kind, action) == ("gradient", "B") else str(self)
+        """Return the text under which an action's program returns it. Work returns gradients under their names
+        alone."""
+        return self.name if self.kind == "gradient" and action in _OF_BACKWARD else str(self)
 
     @classmethod
     def parse_key(cls, text: str, action: str) -> Binding:
@@ -123,7 +130,8 @@ class Binding(NamedTuple):
         Raises:
             ValueError: the text is of no kind.
         """
-        return cls("gradient", text) if action == "B" and not text.startswith(("sent ", "state ")) else cls.parse(text)
+        plain = action in _OF_BACKWARD and not text.startswith(("sent ", "state "))
+        return cls("gradient", text) if plain else cls.parse(text)
 
 
 COUNT, SCALE, UNSCALE, LOSS, GRAD_NORM, RNG = (

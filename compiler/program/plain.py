@@ -1,19 +1,22 @@
-"""Programs in the plain form that checks read: reductions of gradients that backward starts early are in REDUCE, and
-rings are the lines that they stand for. So every check of a build knows both without a word about them.
+"""Programs in the plain form that checks read: reductions of gradients that backward starts early are in REDUCE, a
+backward in two phases is one, and rings are the lines that they stand for. So every check of a build knows all three
+without a word about them.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ..layout.collectives import MESSAGE, RINGS, SEQUENCE, local_outer
+from ..layout.collectives import MESSAGE, RINGS, SEQUENCE, WAIT, local_outer
 from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
-from .actions import ACTIONS, REDUCE, UNSHARD
+from .actions import ACTIONS, BACKWARD, INPUT_GRADIENTS, REDUCE, UNSHARD, WEIGHT_GRADIENTS
 from .binding import UNSCALE, Binding
-from .program import Line, Program, Ref, Value
+from .program import Function, Line, Program, Ref, Value, needed
 from .rewriter import Rewriter
 from .step_values import residual, residual_of
 
@@ -35,15 +38,18 @@ def in_reduce(programs: Mapping[str, Program]) -> dict[str, Program]:
         EarlyFault: the lines of a last backward mean something else.
     """
     plain = dict(programs)
-    work = [program for program in programs.values() if program.action in ACTIONS and ACTIONS[program.action].works]
-    makers = Counter(key for program in work for key, _ in program.main.returns)
+    makers: dict[Binding, set[str]] = {}
+    for key, program in programs.items():
+        if program.action in ACTIONS and ACTIONS[program.action].works:
+            for binding, _ in program.main.returns:
+                makers.setdefault(binding, set()).add(key.removesuffix(program.action))
     for key, program in programs.items():
         if program.last is None:
             continue
         if REDUCE not in plain:
             raise EarlyFault(f"{program.role} has no {REDUCE}")
         sums = _Sums(program)
-        if several := [key for key in sums.gradients if makers[key] > 1]:
+        if several := [key for key in sums.gradients if len(makers[key]) > 1]:
             raise EarlyFault(f"{sums.where} sums `{several[0]}`, of which another stage makes a part")
         plain[key] = program.with_mains(program.main)
         plain[REDUCE] = _with_sums(plain[REDUCE], sums)
@@ -176,6 +182,204 @@ def _by_results(lines: Sequence[Line]) -> dict[tuple[Value | None, ...], Line]:
     return {
         line.results: replace(line, kwargs=tuple(item for item in line.kwargs if item[0] != MESSAGE)) for line in lines
     }
+
+
+# ---- split backwards: I and W of a stage are the B that they stand for
+# A call of B in two phases is a call of I and one of W. The lines of both are those of B's function, where some cheap
+# ones may be in both phases.
+
+_PHASE = re.compile(r"(.+_backward)_(inputs|weights)(_[0-9]+)?")
+"""The names of the functions of I and W."""
+
+
+class SplitFault(ValueError):
+    """The error of an I and a W that are not a backward in two phases, or not the backward of other microbatches."""
+
+
+def whole_backwards(programs: Mapping[str, Program], blocks: Mapping[str, Function]) -> dict[str, Program]:
+    """Return the programs of a role with a B in the place of I and W of each stage. Where the stage has B too, this is
+    the same work. ``blocks`` are the functions of every B of the build, which may have the same ones.
+
+    Raises:
+        SplitFault: I and W are not one backward, or another one than B.
+    """
+    phases = (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
+    whole = {key: program for key, program in programs.items() if program.action not in phases}
+    for stage in dict.fromkeys(key[:-1] for key, program in programs.items() if program.action in phases):
+        inputs, weights = (programs.get(f"{stage}{phase}") for phase in phases)
+        if inputs is None or weights is None:
+            raise SplitFault(f"stage {stage or 0} has only one of {' and '.join(phases)}")
+        key = f"{stage}{BACKWARD}"
+        whole[key] = _Joined(inputs, weights, whole.get(key), dict(blocks)).program()
+    return whole
+
+
+def whole_steps(roles: Mapping[str, Mapping[str, Program]]) -> dict[str, dict[str, Program]]:
+    """Return the programs of all roles with a B in the place of every I and W.
+
+    Raises:
+        SplitFault: some are not one backward.
+    """
+    blocks: dict[str, Function] = {}
+    whole: dict[str, dict[str, Program]] = {}
+    for programs in roles.values():
+        blocks |= {block.name: block for program in programs.values() if program.action == BACKWARD
+                   for block in program.blocks}  # fmt: skip
+    for name, programs in roles.items():
+        whole[name] = whole_backwards(programs, blocks)
+        for program in whole[name].values():
+            blocks |= {block.name: block for block in program.blocks if program.action == BACKWARD}
+    return whole
+
+
+def _synchronous(function: Function) -> list[Line]:
+    """Return the lines of a function, with a message that it starts and awaits as one line, where it awaits it."""
+    started = {value.name: line for line in function.lines if MESSAGE in dict(line.kwargs) for value in line.made}
+    awaited = {line.uses[0]: line for line in function.lines if line.op == WAIT and line.uses[0] in started}
+    lines = []
+    for line in function.lines:
+        if line.op == WAIT and line.uses[0] in started:
+            start = started[line.uses[0]]
+            kwargs = tuple(item for item in start.kwargs if item[0] != MESSAGE)
+            lines.append(replace(start, results=line.results, kwargs=kwargs))
+        elif not any(value.name in awaited for value in line.made):
+            lines.append(line)
+    return lines
+
+
+class _Joined:
+    """I and W of a stage as one program, whose functions are those of the stage's B if it has one."""
+
+    def __init__(
+        self, inputs: Program, weights: Program, backward: Program | None, blocks: dict[str, Function]
+    ) -> None:
+        self.inputs, self.weights, self.backward, self.functions = inputs, weights, backward, blocks
+        handed, read = inputs.main.returned("deferred"), weights.main.bound("deferred")
+        types = inputs.main.values()
+        for name in sorted(handed.keys() ^ read.keys()):
+            raise self.fault(f"`{name}` is deferred or read, not both")
+        for name, value in read.items():
+            if handed[name] != value.name or types[value.name].type != value.type:
+                raise self.fault(f"`{name}` has another name or type where it is read")
+
+    def fault(self, message: str) -> SplitFault:
+        """Return the error of this stage."""
+        return SplitFault(f"{self.inputs.role}: {INPUT_GRADIENTS} and {WEIGHT_GRADIENTS}: {message}")
+
+    def program(self) -> Program:
+        """Return B. It has a last main function if one of the programs has."""
+        mains = [self._main(main) for main in self.weights.mains]
+        if self.backward is not None:
+            main = self.backward.main
+            if _same_work(mains[-1]) != _same_work(replace(main, lines=tuple(_synchronous(main)))):
+                raise self.fault(f"do other work than {BACKWARD}")
+            mains = mains if len(mains) > 1 else [*self.backward.mains]
+        called = dict.fromkeys(line.op for main in mains for line in main.lines if line.calls_function)
+        blocks = (self.functions[name] for name in called)
+        return Program(self.inputs.role, BACKWARD, self.inputs.mesh, (*blocks, *mains))
+
+    def _main(self, weights: Function) -> Function:
+        """Return I's main function with one of W: a pair of calls is one call, and lines that both have stand once."""
+        inputs, calls = self.inputs.main, self._calls(weights)
+        returns = [pair for pair in inputs.returns if pair[0].kind != "deferred"] + [*weights.returns]
+        lines = self._together(inputs, weights, calls)
+        parameters = {value.name: value for value in (*inputs.parameters, *weights.parameters)
+                      if value.kind != "deferred"}  # fmt: skip
+        live, read = needed(lines, [name for _, name in returns])
+        kept = tuple(value for value in parameters.values() if value.name in read)
+        return Function(re.sub("_(inputs|weights)", "", weights.name), kept, live, tuple(returns))
+
+    def _together(self, first: Function, second: Function | None, calls: Mapping[str, Line] = {}) -> list[Line]:
+        """Return the lines of two functions, those that both have once, and ``calls`` in the place of the lines that
+        make the results by which they are known."""
+        functions = [first] if second is None else [first, second]
+        alike: dict[str, Line] = {}
+        for line in (line for function in functions for line in _synchronous(function)):
+            name = line.made[0].name
+            if name not in calls and alike.setdefault(name, line) != line:
+                raise self.fault(f"make `{name}` by different lines")
+        lines: dict[str, Line] = {}
+        for line in (line for function in functions for line in function.lines):
+            call = calls.get(line.made[0].name)
+            lines.setdefault((call or line).made[0].name, call or line)
+        return [*self._ordered([*lines.values()])]
+
+    def _calls(self, weights: Function) -> dict[str, Line]:
+        """Return B's calls by the first result of each call of I and W that stands for them. The calls of two halves of
+        one function are paired in their order."""
+        waiting: dict[str, list[list[tuple[Line, Function]]]] = {}
+        pairs: list[list[tuple[Line, Function]]] = []
+        for program, main in ((self.inputs, self.inputs.main), (self.weights, weights)):
+            for line in filter(lambda line: line.calls_function, main.lines):
+                function, match = program.function(line.op), _PHASE.fullmatch(line.op)
+                if match is None:
+                    if self.functions.setdefault(function.name, function) != function:
+                        raise self.fault(f"call two functions `{function.name}`")
+                elif match[2] == "inputs":
+                    pairs.append([(line, function)])
+                    waiting.setdefault(f"{match[1]}_weights{match[3] or ''}", []).append(pairs[-1])
+                elif waiting.get(line.op):
+                    waiting[line.op].pop(0).append((line, function))
+                else:
+                    raise self.fault(f"`{line.op}` is called without the call before it")
+        read = Counter(
+            name for main in (self.inputs.main, weights)
+            for name in (*(n for line in main.lines for n in line.uses), *(n for key, n in main.returns
+                                                                           if key.kind != "deferred"))
+        )  # fmt: skip
+        calls: dict[str, Line] = {}
+        for pair in pairs:
+            calls |= dict.fromkeys((line.made[0].name for line, _ in pair), self._call(pair, read))
+        return calls
+
+    def _call(self, pair: Sequence[tuple[Line, Function]], read: Counter[str]) -> Line:
+        """Return the call that one or two calls stand for. ``read`` counts the reads of the main functions' values."""
+        arguments, parameters = dict[str, Any](), dict[str, Value]()
+        results, ends = dict[str, Value | None](), dict[str, Binding]()
+        for line, function in pair:
+            for value, argument in zip(function.parameters, line.args, strict=True):
+                handed = results.get(value.name)
+                known = Ref(handed.name) if handed is not None else arguments.setdefault(value.name, argument)
+                if known != argument or (handed is None and parameters.setdefault(value.name, value) != value):
+                    raise self.fault(f"`{line.op}` reads another `{value.name}`")
+            results |= {name: value for (_, name), value in zip(function.returns, line.results, strict=True)}
+            ends |= {name: key for key, name in function.returns}
+        of_pair = Counter(pair[1][0].uses if len(pair) > 1 else ())
+        own = [name for name, value in results.items() if value is None or read[value.name] > of_pair[value.name]]
+        name = re.sub(_PHASE, r"\1", pair[0][0].op)
+        lines, _ = needed(self._together(pair[0][1], pair[1][1] if len(pair) > 1 else None), own)
+        whole = Function(name, tuple(parameters.values()), lines, tuple((ends[label], label) for label in own))
+        known_function = self.functions.setdefault(name, whole)
+        if _same_work(known_function) != _same_work(whole):
+            raise self.fault(f"`{pair[0][0].op}` is a half of another `{name}`")
+        return Line(tuple(results[label] for _, label in known_function.returns), name,
+                    tuple(arguments[value.name] for value in known_function.parameters),
+                    pair[0][0].kwargs, pair[0][0].origin)  # fmt: skip
+
+    def _ordered(self, lines: Sequence[Line]) -> Iterator[Line]:
+        """Yield lines in their order, but each behind those whose results it reads."""
+        makers = {value.name: line for line in lines for value in line.made}
+        done, pending = set[int](), [*reversed(lines)]
+        waiting: dict[int, None] = {}
+        while pending:
+            line = pending[-1]
+            before = [makers[name] for name in line.uses if name in makers and id(makers[name]) not in done]
+            if id(line) in done or not before:
+                pending.pop()
+                if id(line) not in done:
+                    done.add(id(line))
+                    yield line
+            elif id(line) in waiting:
+                raise self.fault(f"`{line.names}` needs itself")
+            else:
+                waiting[id(line)] = None
+                pending += before
+
+
+def _same_work(function: Function) -> object:
+    """Return all that a function does, without the order of lines and parameters."""
+    parameters = {value.name: value for value in function.parameters}
+    return function.name, parameters, _by_results(_synchronous(function)), {*function.returns}
 
 
 # ---- rings: all-gathers of keys and values, attention, and reduce-scatters of their gradients

@@ -22,7 +22,6 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.own_ops import OPS
 from ..ops.rules import TABLE, facts, has_rule
-from .actions import BACKWARD
 from .binding import KINDS, Binding, Kind
 
 REFERENCE_FILE = "programs/model.py"
@@ -312,7 +311,7 @@ class Program:
     @property
     def last(self) -> Function | None:
         """The main function that runs for the last microbatch alone, if there is one."""
-        before = self.functions[-2] if len(self.functions) > 1 and self.action == BACKWARD else None
+        before = self.functions[-2] if len(self.functions) > 1 else None
         return before if before is not None and before.name == f"{self.main.name}{LAST}" else None
 
     @property

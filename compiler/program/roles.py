@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..layout.collectives import MESSAGE, WAIT
 from ..ops.rules import facts
-from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, step_kinds
+from .actions import ACTIONS, FORWARD, Action, Purpose, StageRanks, kinds_to, phases_of, step_kinds
 from .binding import Binding
-from .plain import EarlyFault, RingFault, in_reduce, without_rings
+from .plain import EarlyFault, RingFault, SplitFault, in_reduce, whole_steps, without_rings
 from .program import Function, Line, Program, Ref, Value, map_references, needed
 from .rewriter import FreshNames, LineWriter
 
@@ -75,8 +75,13 @@ def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
         for key, program in programs.items():
             if (stage := stage_key(key)) is not None:
                 by_stage.setdefault(stage[0], {})[stage[1]] = program
-    kinds = set().union(*by_stage.values(), (row.kind for row in step_kinds("work") if not row.optional))
-    if sorted(by_stage) != list(range(len(by_stage))) or any(set(work) != kinds for work in by_stage.values()):
+    kinds = {kind for work in by_stage.values() for kind in work if not ACTIONS[kind].instead_of}
+    kinds.update(row.kind for row in step_kinds("work") if not row.optional)
+
+    def lacks(work: StageWork) -> bool:
+        return any(kind not in work and not all(phase in work for phase in phases_of(kind) or [""]) for kind in kinds)
+
+    if sorted(by_stage) != list(range(len(by_stage))) or any(map(lacks, by_stage.values())):
         needed = " and ".join(kind for kind in ACTIONS if kind in kinds)
         raise JoinFault(f"stages {sorted(by_stage)} are not all there with their {needed}")
     return {stage: by_stage[stage] for stage in sorted(by_stage)}
@@ -119,8 +124,8 @@ def join_roles(roles: Mapping[str, Programs], rings: bool = False) -> dict[str, 
     """
     try:
         read = roles if rings else {name: as_checked(programs) for name, programs in roles.items()}
-        roles = {name: in_reduce(programs) for name, programs in read.items()}
-    except (EarlyFault, RingFault) as fault:
+        roles = {name: in_reduce(programs) for name, programs in whole_steps(read).items()}
+    except (EarlyFault, RingFault, SplitFault) as fault:
         raise JoinFault(str(fault)) from None
     if len(roles) == 1:
         return dict(next(iter(roles.values())))
@@ -238,9 +243,13 @@ def _join_of_roles(programs: Sequence[Program]) -> Program:
 
 
 def _expressions(function: Function) -> dict[str, object]:
-    """Return each value as an expression of the function's bound parameters, which does not depend on names."""
+    """Return each value as an expression of the function's bound parameters, which does not depend on names, nor on
+    where a message is awaited."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
+        if line.op == WAIT:
+            known[line.made[0].name] = known[line.uses[0]]
+            continue
         options = (item for item in line.kwargs if item[0] != MESSAGE)
         call = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, call)) for index, v in enumerate(line.results) if v is not None)
@@ -297,14 +306,14 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
 
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
-    """Yield the pairs of programs of which the first sends its results to the second: F of each stage to F of the next
-    one, B of each stage to B of the one before."""
+    """Yield the pairs of programs of which the first may send its results to the second: F of each stage to F of the
+    next one, B or I of each stage to B or I of the one before."""
     work = work_programs(roles)
     for stage, programs in work.items():
         for kind, program in programs.items():
-            other = work.get(stage + ACTIONS[kind].to)
-            if ACTIONS[kind].to and other is not None:
-                yield program, other[kind]
+            to = ACTIONS[kind].to
+            others = work.get(stage + to, {}) if to else {}
+            yield from ((program, others[other]) for other in kinds_to(to) if other in others)
 
 
 def with_idle(role: str, programs: Mapping[str, Program], purpose: Purpose) -> dict[str, Program]:

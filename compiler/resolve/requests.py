@@ -216,6 +216,8 @@ class Pipeline:
     """The rank along the axis on which each stage lies."""
     modules: tuple[str, ...] = ()
     """The modules in the order in which the model first comes to each."""
+    kinds: tuple[tuple[str, ...], ...] = ()
+    """The kinds of work of each stage, the one that the step does last of it last."""
 
     @property
     def stages(self) -> int:

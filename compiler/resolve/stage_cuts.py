@@ -7,9 +7,12 @@ import math
 import operator
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,8 +27,9 @@ from ..layout.mesh import Shape
 from ..ops.factors import OpCall, Operand
 from ..ops.rules import facts
 from ..plan.plan import Plan
+from ..program.actions import StageRanks
 from ..program.binding import PARAMETERS, Binding
-from ..schedules import EARLY
+from ..schedules import live_microbatches, places_of
 from .names import PlanNames
 from .stage_lines import StageCut, find_cuts, stage_count
 
@@ -35,12 +39,12 @@ from .stage_lines import StageCut, find_cuts, stage_count
 _NUMBERED_MODULE = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
-def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut, ...]:
+def cuts_of(plan: Plan, folder: Path, names: PlanNames, captured: Captured) -> tuple[StageCut, ...]:
     """Return the cuts of a plan's ``stage`` lines, in the order of the graph, one fewer than there are stages. There
-    are none without such lines, and where their axis has one rank.
+    are none without such lines, and where their axis has one rank. ``folder`` is the plan's.
 
     Raises:
-        PlanError: the lines do not fit the model.
+        PlanError: the lines do not fit the model, or balanced stages have a schedule that is not of so many.
     """
     named, errors = find_cuts(plan, names)
     if errors:
@@ -50,7 +54,7 @@ def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut,
         return ()
     view = _View(captured)
     if plan.stages[0].balanced:
-        return _balanced(plan, captured, view)
+        return _balanced(plan, folder, captured, view)
     for check in (_without_place, _backwards):
         if errors := [*check(named, view)]:
             raise PlanError(errors)
@@ -196,10 +200,10 @@ def _cycles(cuts: Sequence[StageCut], captured: Captured, view: _View) -> Iterat
             yield Diagnostic(STATE_CYCLE, message, Label(cut.span), help=help_)
 
 
-def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ...]:
-    """Return the cuts that ``stage balanced`` chooses. It counts as many microbatches in flight as in ``1f1b``, or all
-    of them where a schedule begins no backward early."""
+def _balanced(plan: Plan, folder: Path, captured: Captured, view: _View) -> tuple[StageCut, ...]:
+    """Return the cuts that ``stage balanced`` chooses, by the ranks and the live microbatches of the schedule."""
     line, schedule, count = plan.stages[0], plan.schedule, stage_count(plan)
+    assert schedule is not None  # a plan with stages has one
     cuts = _possible_cuts(captured, view, line.span)
     if len(cuts) + 1 < count:
         ranks = f"`{line.axis.text}` has {count} stages"
@@ -210,12 +214,9 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
     bounds = [0, *map(view.begin, cuts), len(view.nodes)]
     states = 2 + plan.moments
     pieces = [piece_of(view.nodes[start:stop], states) for start, stop in pairwise(bounds)]
-
-    def in_flight(stage: int) -> int:
-        early = schedule is not None and schedule.name in EARLY
-        return min(plan.microbatches, count - stage) if early else plan.microbatches
-
-    return tuple(cuts[begin - 1] for begin in balance(pieces, count, in_flight))
+    sizes, table = (schedule.name, count, plan.microbatches, schedule.chunks), schedule.table_of(folder, count)
+    places, live = places_of(*sizes, text=table), live_microbatches(*sizes, text=table)
+    return tuple(cuts[begin - 1] for begin in balance(pieces, places, live))
 
 
 def _possible_cuts(captured: Captured, view: _View, span: Span) -> list[StageCut]:
@@ -335,57 +336,125 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
     return BalancedPiece(operations, kept, parameters)
 
 
-def balance(pieces: Sequence[BalancedPiece], stages: int, in_flight: Callable[[int], int]) -> tuple[int, ...]:
-    """Return the numbers of the pieces with which stages 1, 2, … begin. The largest stage has the fewest operations
-    possible; among such choices, the largest stage takes the fewest bytes.
+def balance(pieces: Sequence[BalancedPiece], ranks: StageRanks, live: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of the pieces with which stages 1, 2, … begin, where stages lie on these ``ranks``. The
+    busiest rank has as few operations as possible; among such choices, the fullest rank takes the fewest bytes; among
+    those, ranks and their stages are as even as possible.
 
-    A stage's bytes are those of its parameters (one that several pieces use counts once) and what the backwards of
-    ``in_flight(stage)`` microbatches keep. Exact: dynamic programming over the first k stages and the first j pieces,
-    once for each of the two; for the bytes, stages of more operations than the first allows are left out.
+    A rank's bytes are those of its parameters (one that several pieces use counts once) and what the backwards of
+    ``live`` microbatches of each stage keep. Exact where each rank has one stage: by dynamic programming over the first
+    k stages and the first j pieces, once for each demand, without stages that are worse by the demands before. Else so
+    for stages that follow each other on different ranks, in turn until nothing gets better.
 
     Raises:
         ValueError: there are fewer pieces than stages.
     """
-    if len(pieces) < stages:
-        raise ValueError(f"{len(pieces)} pieces make no {stages} stages")
-    sums = [0, *accumulate(piece.operations for piece in pieces)]
-    kept = [0, *accumulate(piece.kept for piece in pieces)]
-    most, _ = _smallest_largest(len(pieces), stages, lambda stage, start, stop: sums[stop] - sums[start])
-    held: dict[tuple[int, int], int] = {}
-    for start in range(len(pieces)):
-        parameters: dict[str, int] = {}
-        for stop in range(start + 1, len(pieces) + 1):
-            if sums[stop] - sums[start] > most:
-                break
-            parameters.update(pieces[stop - 1].parameters)
-            held[start, stop] = sum(parameters.values())
+    if len(pieces) < len(ranks):
+        raise ValueError(f"{len(pieces)} pieces make no {len(ranks)} stages")
+    work = [0, *accumulate(piece.operations for piece in pieces)]
+    bytes_of = _RankBytes(pieces, live)
 
-    def memory(stage: int, start: int, stop: int) -> float:
-        if (start, stop) not in held:
-            return math.inf
-        return held[start, stop] + in_flight(stage) * (kept[stop] - kept[start])
+    def busy(runs: Sequence[_Run]) -> float:
+        return sum(work[stop] - work[start] for _, start, stop in runs)
 
-    return _smallest_largest(len(pieces), stages, memory)[1]
+    def memory(runs: Sequence[_Run]) -> float:
+        return bytes_of(runs) if busy(runs) <= busiest else math.inf
+
+    def squares(runs: Sequence[_Run]) -> float:
+        return busy(runs) ** 2 + busy(runs[-1:]) ** 2 if memory(runs) <= fullest else math.inf
+
+    busiest = fullest = math.inf
+    _, begins = _best_cut(range(len(ranks)), 0, len(pieces), lambda run: busy([run]) ** 2, operator.add)
+    bounds = _improved([0, *begins, len(pieces)], ranks, squares, operator.add)  # even stages leave room to improve
+    bounds = _improved(bounds, ranks, busy, max)
+    busiest = max(map(busy, _runs_of_ranks(bounds, ranks)))
+    bounds = _improved(bounds, ranks, memory, max)
+    fullest = max(map(memory, _runs_of_ranks(bounds, ranks)))
+    return tuple(_improved(bounds, ranks, squares, operator.add)[1:-1])
 
 
-def _smallest_largest(count: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """Cut ``count`` pieces into ``stages`` runs so that the most expensive run costs as little as possible. Return its
-    cost, and the begins of all runs but the first; ``cost(stage, start, stop)`` is the cost of a run."""
-    best: list[list[float]] = [[0.0] + [math.inf] * count]
+_Run = tuple[int, int, int]
+"""A stage with the numbers of its first piece and of the one behind its last."""
+_Join = Callable[[float, float], float]
+"""The sum of the costs of stages, or the largest of them."""
+
+
+class _RankBytes:
+    """The bytes of a rank by the pieces of its stages."""
+
+    def __init__(self, pieces: Sequence[BalancedPiece], live: Sequence[int]) -> None:
+        users = Counter(name for piece in pieces for name in piece.parameters)
+        once = [sum(size for name, size in piece.parameters.items() if users[name] == 1) for piece in pieces]
+        self._live, self._once = live, [0, *accumulate(once)]
+        self._kept = [0, *accumulate(piece.kept for piece in pieces)]
+        self._shared = [(at, name, size) for at, piece in enumerate(pieces)
+                        for name, size in piece.parameters.items() if users[name] > 1]  # fmt: skip
+
+    def __call__(self, runs: Sequence[_Run]) -> int:
+        shared = {name: size for at, name, size in self._shared if any(start <= at < stop for _, start, stop in runs)}
+        return sum(shared.values()) + sum(
+            self._once[stop] - self._once[start] + self._live[stage] * (self._kept[stop] - self._kept[start])
+            for stage, start, stop in runs
+        )
+
+
+def _runs_of_ranks(bounds: Sequence[int], ranks: StageRanks) -> list[list[_Run]]:
+    """Return the runs of each rank's stages."""
+    return [[(stage, bounds[stage], bounds[stage + 1]) for stage, lies in enumerate(ranks) if lies == rank]
+            for rank in sorted({*ranks})]  # fmt: skip
+
+
+def _improved(
+    bounds: Sequence[int], ranks: StageRanks, cost: Callable[[Sequence[_Run]], float], join: _Join
+) -> list[int]:
+    """Return bounds of stages whose costs joined are smaller, if there are any. A cost is that of a rank's stages, the
+    last of which is to be cut; it grows with it."""
+    bounds, windows = [*bounds], list[range]()
+    for first in range(len(ranks)):
+        last = next((last for last in range(first, len(ranks)) if ranks[last] in ranks[first:last]), len(ranks))
+        if not windows or last > windows[-1].stop:
+            windows.append(range(first, last))
+    others: dict[int, list[_Run]] = {}
+    better = True
+
+    def beside(run: _Run) -> float:
+        return cost([*others[run[0]], run])
+
+    while better:
+        better = False
+        for window in windows:
+            runs = _runs_of_ranks(bounds, ranks)
+            others = {stage: [run for run in runs[ranks[stage]] if run[0] != stage] for stage in window}
+            now = reduce(join, (beside((stage, bounds[stage], bounds[stage + 1])) for stage in window))
+            best, begins = _best_cut(window, bounds[window.start], bounds[window.stop], beside, join)
+            if best < now:
+                better, bounds[window.start + 1 : window.stop] = True, begins
+    return bounds
+
+
+def _best_cut(
+    stages: range, first: int, last: int, cost: Callable[[_Run], float], join: _Join
+) -> tuple[float, tuple[int, ...]]:
+    """Cut the pieces from ``first`` up to ``last`` into the runs of stages, so that their costs joined are as small as
+    possible. Return that, and the begins of all runs but the first. A longer run costs no less."""
+    count = last - first
+    best: list[list[float]] = [[0] + [math.inf] * count]
     begin: list[list[int]] = []
-    for stage in range(stages):
-        row, chosen = [math.inf] * (count + 1), [stage] * (count + 1)
-        for stop in range(stage + 1, count + 1):
-            for start in range(stop - 1, stage - 1, -1):
-                here = cost(stage, start, stop)
-                largest = max(best[-1][start], here)
-                if largest < row[stop]:
-                    row[stop], chosen[stop] = largest, start
+    for number, stage in enumerate(stages):
+        row, chosen = [math.inf] * (count + 1), [number] * (count + 1)
+        for stop in range(number + 1, count + 1):
+            for start in range(stop - 1, number - 1, -1):
+                here = cost((stage, first + start, first + stop))
+                if here >= row[stop]:
+                    break
+                joined = join(best[-1][start], here)
+                if joined < row[stop]:
+                    row[stop], chosen[stop] = joined, start
         best.append(row)
         begin.append(chosen)
     begins, stop = [], count
     for chosen in reversed(begin):
         stop = chosen[stop]
-        begins.append(stop)
+        begins.append(first + stop)
     assert all(low < high for low, high in pairwise(reversed(begins)))
     return best[-1][count], tuple(reversed(begins))[1:]

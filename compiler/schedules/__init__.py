@@ -7,29 +7,43 @@ on the rank that has its work. ``timelines`` completes the work to whole steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from ..program.actions import Action, StageRanks, stage_ranks, whole_step
 from .gpipe import gpipe
-from .interleaved import interleaved
+from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
 from .one_f_one_b import one_f_one_b
 from .table import table_schedule
+from .timeline import most_live
+from .v_shapes import dualpipev, v_half, v_min, zbv
+from .zero_bubble import split_last, zb_h1, zb_h2
 
+Kinds = tuple[str, ...]
 ScheduleFunction = Callable[[int, int, int], tuple[tuple[Action, ...], ...]]
 
 SCHEDULES: Mapping[str, ScheduleFunction] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zbv": zbv,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipev": dualpipev,
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
-ONE_CHUNK = ("gpipe", "1f1b")
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """The schedules with one stage on each rank."""
+V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
+"""The schedules that go down the ranks and come back up: two stages on each rank."""
+SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
+"""The schedules with several stages on each rank, and those that they are with one."""
 MOST_WORK = 1_000_000
 """The most forwards of a step: these take seconds to list and prove."""
-EARLY = ("1f1b", "interleaved")
-"""The schedules that begin backwards before all forwards are done, and so keep activations of fewer microbatches."""
 
 
 def timelines(
@@ -41,10 +55,11 @@ def timelines(
     axis: str = "pp",
     also: Collection[str] = (),
     text: str = "",
+    as_run: bool = False,
 ) -> dict[str, tuple[Action, ...]]:
     """Return the timeline of every role ``{axis}{rank}``: ``SCALE``, the schedule's work with its messages, ``REDUCE``
     and ``STEP``. ``also`` names optional kinds of the step, such as ``COUNT``. ``text`` is the table of the schedule
-    called ``table``.
+    called ``table``. With ``as_run`` some backwards are in two phases, as builds run them (``split_last``).
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
@@ -55,7 +70,9 @@ def timelines(
         ValueError: ``problem`` says why.
     """
     work = _schedule_work(name, stages, microbatches, chunks, text)
-    first = {rank: stage for stage, rank in reversed([*enumerate(stage_ranks(work))])}
+    ranks = stage_ranks(work)
+    first = {rank: stage for stage, rank in reversed([*enumerate(ranks)])}
+    work = split_last(work, ranks) if as_run else work
     return {
         f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
         for rank, actions in enumerate(add_messages(work))
@@ -74,6 +91,39 @@ def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, tex
     return stage_ranks(_schedule_work(name, stages, microbatches, chunks, text))
 
 
+def live_microbatches(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> tuple[int, ...]:
+    """Return, for each stage, the microbatches whose activations it holds when its rank holds the most of all its
+    stages.
+
+    >>> live_microbatches("1f1b", 3, 8), live_microbatches("interleaved", 4, 4, 2)
+    ((3, 2, 1), (3, 2, 2, 1))
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    live: dict[int, int] = {}
+    for actions in _schedule_work(name, stages, microbatches, chunks, text):
+        live |= most_live(actions)
+    return tuple(live[stage] for stage in range(stages))
+
+
+def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> tuple[Kinds, ...]:
+    """Return, for each stage, the kinds of work that it does as builds run a schedule, the last of the step last.
+
+    >>> kinds_of_stages("1f1b", 2, 2)
+    (('F', 'B'), ('F', 'I', 'W'))
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    work = _schedule_work(name, stages, microbatches, chunks, text)
+    kinds: list[dict[str, None]] = [{} for _ in range(stages)]
+    for action in (action for actions in split_last(work, stage_ranks(work)) for action in actions):
+        kinds[action.stage].pop(action.kind, None)
+        kinds[action.stage][action.kind] = None
+    return tuple(map(tuple, kinds))
+
+
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
     """Return the reason why a schedule does not accept these sizes, with the way out; None if it does."""
     try:
@@ -83,6 +133,7 @@ def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text:
     return None
 
 
+@lru_cache(maxsize=64)
 def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
     """Return the work of each rank, without messages, by a schedule that accepts these sizes."""
     schedule = table_schedule(text) if name == "table" else SCHEDULES.get(name)
@@ -94,11 +145,12 @@ def _schedule_work(name: str, stages: int, microbatches: int, chunks: int, text:
             f"{stages} stages with {microbatches} microbatches are over {MOST_WORK:,} forwards: write fewer"
         )
     if chunks > 1 and name in ONE_CHUNK:
-        raise ValueError(
-            f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `interleaved`"
-        )
-    if chunks == 1 and name == "interleaved":
-        raise ValueError("`interleaved` has 2 or more stages a rank: write `chunks 2`, or choose `1f1b`")
+        several = next((row for row, one in SEVERAL_CHUNKS.items() if one == name), "interleaved")
+        raise ValueError(f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `{several}`")
+    if chunks == 1 and name in SEVERAL_CHUNKS:
+        raise ValueError(f"`{name}` has 2 or more stages a rank: write `chunks 2`, or choose `{SEVERAL_CHUNKS[name]}`")
+    if chunks != 2 and name in V_SHAPES:
+        raise ValueError(f"`{name}` has 2 stages a rank, not {chunks}: remove `chunks`")
     if stages % chunks:
         raise ValueError(
             f"{stages} stages do not divide into {chunks} chunks: on p ranks, write p times {chunks} stages"

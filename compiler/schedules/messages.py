@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..program.actions import ACTIONS, Action, receive_kind, send_kind, stage_ranks
+from ..program.actions import ACTIONS, Action, kinds_to, receive_kind, send_kind, stage_ranks
 
 
 class Endless(ValueError):
@@ -47,6 +47,7 @@ class _Clock:
     def __init__(self, work: Sequence[Sequence[Action]]) -> None:
         self.rank_of = stage_ranks(work)
         self.stages = range(len(self.rank_of))
+        self.every = {action for actions in work for action in actions}
         self.todo = [list(reversed(actions)) for actions in work]
         self.running: dict[int, tuple[int, Action]] = {}
         """The work that each rank is doing, and the time at which it ends."""
@@ -61,8 +62,10 @@ class _Clock:
         """Return the work whose results an action reads, of the neighbouring stage and of its own stage."""
         stage, kind, m = action.stage, action.kind, action.microbatch
         to = ACTIONS[kind].to
-        neighbor = [Action(stage - to, kind, m)] if to and stage - to in self.stages else []
-        return [*neighbor, *(Action(stage, other, m) for other in self.follows[kind])]
+        kinds = kinds_to(to) if to and stage - to in self.stages else ()
+        sources = [*(Action(stage - to, kind, m) for kind in kinds),
+                   *(Action(stage, other, m) for other in self.follows[kind])]  # fmt: skip
+        return [source for source in sources if source in self.every]
 
     def wire(self, action: Action) -> tuple[int, int]:
         """Return the ranks between which the result of some work goes: from, to."""

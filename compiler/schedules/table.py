@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from math import prod
 
-from ..program.actions import Action, StageRanks, stages_in_turn, step_kinds, work_kinds
+from ..program.actions import Action, StageRanks, phases_of, stages_in_turn, step_kinds, work_kinds
 
 TableRow = tuple[int, str]
 """A line's number, and its words."""
@@ -80,15 +81,20 @@ def _timelines(
             if action in timelines[-1]:
                 raise RowError(number, f": `{action}` is there twice")
             timelines[-1][action] = None
-    listed = {action.kind for actions in timelines for action in actions}
-    kinds = [row.kind for row in step_kinds("work") if not row.optional or row.kind in listed]
-    every = (Action(stage, kind, m) for stage in range(stages) for kind in kinds for m in range(microbatches))
-    missing = [action for action in every if action not in timelines[ranks[action.stage]]]
+    listed = {action for actions in timelines for action in actions}
+    used, missing = {action.kind for action in listed}, list[Action]()
+    kinds = [work.kind for work in step_kinds("work")
+             if not work.instead_of and (work.kind in used or not work.optional)]  # fmt: skip
+    for stage, kind, m in product(range(stages), kinds, range(microbatches)):
+        whole, phases = Action(stage, kind, m), [Action(stage, phase, m) for phase in phases_of(kind)]
+        done = [phase for phase in phases if phase in listed]
+        if whole in listed and done:
+            raise ValueError(f"`{whole}` and `{done[0]}` are both there: a backward is one `B`, or `I` and `W`")
+        missing += [phase for phase in phases if phase not in listed] if done else [whole] * (whole not in listed)
     if missing:
         absent = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
-        needed = " and ".join(f"`{kind}`" for kind in kinds)
-        raise ValueError(f"{absent} not in the table: it needs {needed} of {stages} stages and {microbatches}"
-                         " microbatches, each once")  # fmt: skip
+        raise ValueError(f"{absent} not in the table: it needs `F` and `B`, or `F`, `I` and `W`, of {stages} stages and"
+                         f" {microbatches} microbatches, each once")  # fmt: skip
     return tuple(map(tuple, timelines))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from math import floor, log10
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind, work_kinds
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, phases_of, send_kind, work_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,50 @@ class Timeline:
         """Return the fraction of the time that a role does not work: 1 - its work / the makespan."""
         return self.idle(role) / self.makespan if self.makespan else 0.0
 
+    @property
+    def phases(self) -> Literal["whole", "mixed", "split"]:
+        """The form of backwards: all are whole, all are in phases, or some are."""
+        kinds = {span.action.kind for spans in self.spans.values() for span in spans}
+        if BACKWARD not in kinds:
+            return "split"
+        return "whole" if kinds.isdisjoint(phases_of(BACKWARD)) else "mixed"
+
+    @property
+    def floor(self) -> float:
+        """The idle time that no schedule of such backwards avoids where a step ends before the next one starts: until
+        the last of p ranks has work, the forwards of p - 1 stages; and after it has none, their backwards if those
+        are whole."""
+        kinds = (FORWARD,) if self.phases == "split" else work_kinds()
+        return sum(
+            span.end - span.start
+            for spans in self.spans.values()
+            for span in spans
+            if span.action.kind in kinds and span.action.microbatch == 0 and span.action.stage < len(self.spans) - 1
+        )
+
 
 def peak_live(actions: Sequence[Action]) -> int:
-    """Return the most microbatches of which a role holds activations for backward at one time. Each stage of the role
-    counts separately.
+    """Return the most microbatches of which a role holds activations for backward at one time: from F to B, or to W
+    where a backward has two phases. Each stage of the role counts separately.
 
-    >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
+    >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2".split()])
     2
     """
-    return max(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in actions), initial=0))
+    return sum(most_live(actions).values())
+
+
+def most_live(actions: Sequence[Action]) -> dict[int, int]:
+    """Return the microbatches of each stage of a role that are live when most are."""
+    live = {action.stage: 0 for action in actions if action.works}
+    most, total, now = dict(live), 0, 0
+    for action in actions:
+        change = (action.kind == FORWARD) - action.accumulates
+        if change:
+            live[action.stage] += change
+            now += change
+            if now > total:
+                total, most = now, dict(live)
+    return most
 
 
 Times = float | Sequence[float] | Callable[[Action], float]
@@ -68,22 +103,19 @@ def simulate(
     backward: Times = 2,
     *,
     work: Times | None = None,
-    after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
     """Simulate timelines whose ``F`` and ``B`` take these times, and other work its slots; ``work``, if given, is the
-    time of every kind of work. ``after`` is the time of further work behind each ``SEND_B``, while the message is in
-    flight. Everything else takes no time. The makespan is the longest path through the work and messages of all roles.
+    time of every kind of work. Everything else takes no time. The makespan is the longest path through the work and
+    messages of all roles.
 
     A message arrives ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
         ValueError: the timelines deadlock, or a message is never sent.
     """
-    late = send_kind(BACKWARD)
     times: dict[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
     times |= {FORWARD: forward, BACKWARD: backward} if work is None else dict.fromkeys(times, work)
-    times[late] = after
     spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
@@ -99,8 +131,7 @@ def simulate(
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
-                end = start + _time_of(times.get(action.kind, 0), action)
-                sent[action] = start if action.kind == late else end
+                end = sent[action] = start + _time_of(times.get(action.kind, 0), action)
                 done.append(TimeSpan(action, start, end))
                 moved = True
     stuck = [
@@ -149,8 +180,8 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
 
 
 def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
-    """Return the picture of ``draw`` for a terminal: labels are microbatches, forwards blue, backwards green, later
-    chunks in lighter shades."""
+    """Return the picture of ``draw`` for a terminal: labels are microbatches, and a line below names the colors. Later
+    chunks have lighter shades."""
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
@@ -160,7 +191,21 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
             picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
             picture.append(text[len(box) :])
         picture.append("\n")
+    for kind in _kinds(timeline):
+        picture.append(f" {kind} ", style=f"black on {ACTIONS[kind].colors[0]}")
+        picture.append(f" {_name(kind)}  ")
+    picture.append("\n")
     return picture
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """Return the kinds of work of a timeline, in order."""
+    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
+    return [kind for kind in work_kinds() if kind in used]
+
+
+def _name(kind: str) -> str:
+    return ACTIONS[kind].legend or ACTIONS[kind].phase
 
 
 def _chunks(timeline: Timeline) -> int:
@@ -275,18 +320,15 @@ def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: st
 
 
 def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
-    """Yield the title and, at the right end, the meaning of the colors."""
+    """Yield the title and, at the right end, the meaning of the colors: a shade for each chunk."""
     yield _words(_LEFT, 22, title, "start", weight="600")
     chunks = _chunks(timeline)
     x = right
-    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
-    for kind in (kind for kind in reversed(work_kinds()) if kind in used):
-        for chunk in reversed(range(min(chunks, len(ACTIONS[kind].colors)))):
-            name = ACTIONS[kind].phase
-            text = str(chunk) if chunk else f"{name}, chunk 0" if chunks > 1 else name
-            yield _words(x, 22, text, "end", _GREY)
-            x -= 8 * len(text) + 20
-            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{ACTIONS[kind].colors[chunk]}"/>'
+    for kind in reversed(_kinds(timeline)):
+        yield _words(x, 22, _name(kind), "end", _GREY)
+        x -= 8 * len(_name(kind)) + 20
+        for color in reversed(ACTIONS[kind].colors[:chunks]):
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{color}"/>'
             x -= 14
 
 

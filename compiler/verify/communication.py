@@ -25,12 +25,14 @@ from ..program.actions import (
     ActionRow,
     Purpose,
     StageRanks,
+    kinds_to,
+    phases_of,
     receive_kind,
     send_kind,
     step_kinds,
 )
 from ..program.binding import Binding
-from ..program.plain import on_their_way
+from ..program.plain import SplitFault, on_their_way, whole_steps
 from ..program.program import Fault, Function, Program
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 
@@ -39,13 +41,15 @@ AMONG = "parc.all_reduce_among"
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
     """Return the faults of stages. A stage's work lies on one role, and roles have equally many stages. A stage gets
-    what its neighbour sends, with the same types and in the same order. B reads values that F of its own stage saved.
+    what its neighbour sends, with the same types and in the same order, whether this runs B or I. B, or I and W in its
+    place, read the values that F of their own stage saved.
     Roles meet in the same sums, in one order. The certificate proves what these sums are of."""
+    faults = [*_place_faults(roles, mesh, axis)]
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
-    except JoinFault as fault:
-        return [Fault("types", "step", str(fault))]
-    faults = [*_place_faults(roles, mesh, axis)]
+        whole = work_programs(whole_steps(roles))
+    except (JoinFault, SplitFault) as fault:
+        return [*faults, Fault("types", "step", str(fault))]
     if len({places[rank] for rank in range(len(roles))}) > 1:
         faults.append(Fault("types", "step", f"{len(work)} stages do not lie on the roles, the same number on each"))
     for sender, receiver in neighbours(roles):
@@ -57,7 +61,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
-    for programs in work.values():
+    for programs in whole.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"
@@ -268,9 +272,9 @@ def check_timelines(
         return [_timeline_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
     rows = [row for row in ACTIONS.values() if (not row.optional or row.kind in also)
             and row.serves(purpose)]  # fmt: skip
-    faults = []
+    faults, listed = [], {action for actions in timelines.values() for action in actions}
     for (role, actions), stages in zip(timelines.items(), stages_of_roles, strict=True):
-        expected = dict.fromkeys(_role_actions(stages, rows, len(ranks), microbatches))
+        expected = dict.fromkeys(_role_actions(stages, rows, len(ranks), microbatches, listed))
         counts = Counter(actions)
         messages = [f"`{a}` is there {counts[a]} times, not once" for a in expected if counts[a] != 1]
         messages += [f"`{a}` is not one of its actions in this step" for a in counts if a not in expected]
@@ -286,19 +290,44 @@ def check_timelines(
     return faults or _deadlock(timelines, ranks)
 
 
+def check_work(actions: Sequence[Action], programs: Programs) -> Iterator[Fault]:
+    """Find work of a role that has no program, and programs with a function for a stage's last microbatch that are not
+    the last of its work whose gradients are added up: no action runs that function."""
+    keys = {action: action.program_in(programs) for action in actions if action.works}
+    for key in dict.fromkeys(keys.values()):
+        if key not in programs:
+            yield _timeline_fault(key, "is done, but has no program")
+    lasts = {action.stage: keys[action] for action in actions if action.accumulates}
+    for key, program in programs.items():
+        if program.last is not None and key not in lasts.values():
+            where = f"{program.role}.{program.action} {program.last.name}"
+            yield _timeline_fault(where, "is not the last work of the stage whose gradients are added up")
+
+
 def _timeline_fault(where: str, message: str) -> Fault:
     return Fault("communication", where, message)
 
 
-def _role_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
+def _role_actions(
+    stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int, listed: Collection[Action]
+) -> Iterator[Action]:
     """Yield each action that a role with these ``stages`` does once in a step. A result is sent only where the next
-    stage is on another role."""
+    stage is on another role. For each microbatch the phases of a kind of work may stand for it: they do if one of them
+    is ``listed``."""
+
+    def does(stage: int, row: ActionRow, m: int) -> bool:
+        whole = row.instead_of or row.kind
+        split = any(Action(stage, phase, m) in listed for phase in phases_of(whole))
+        return split == bool(row.instead_of)
+
     for row in rows:
         for m in range(microbatches if row.each else 1):
             for stage in stages if row.works else stages[:1]:
-                yield Action(stage, row.kind, m)
-                for kind, other in ((send_kind(row.kind), stage + row.to), (receive_kind(row.kind), stage - row.to)):
-                    if row.to and 0 <= other < count and other not in stages:
+                if does(stage, row, m):
+                    yield Action(stage, row.kind, m)
+                for kind, maker, other in ((send_kind(row.kind), stage, stage + row.to),
+                                           (receive_kind(row.kind), stage - row.to, stage - row.to)):  # fmt: skip
+                    if row.to and 0 <= other < count and other not in stages and does(maker, row, m):
                         yield Action(stage, kind, m)
 
 
@@ -333,8 +362,9 @@ class _Needs:
         for source in self.sources[row.kind]:
             yield from [Action(stage, source.kind, m)] if row.works and source.works else self.by_kind[source.kind]
         if row.works and row.to and 0 <= stage - row.to < self.stages:
-            yield Action(stage, receive_kind(row.kind), m)
-            yield Action(stage - row.to, row.kind, m)
+            for kind in kinds_to(row.to):
+                yield Action(stage, receive_kind(kind), m)
+                yield Action(stage - row.to, kind, m)
 
 
 def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> list[Fault]:

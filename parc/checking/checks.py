@@ -28,7 +28,7 @@ from parc.compiler.program.program import REFERENCE_FILE, Fault
 from parc.compiler.program.roles import SINGLE, Role, as_checked, ranks_of
 from parc.compiler.program.step_values import DYNAMIC, Division, biases_in, divisions_in
 from parc.compiler.sizes.template import ShapeFault, sizes_text
-from parc.compiler.verify.communication import check_messages, check_stages, check_timelines
+from parc.compiler.verify.communication import check_messages, check_stages, check_timelines, check_work
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.numbers import check_constants
@@ -109,12 +109,13 @@ def faults_by_check(build: Build) -> Iterator[list[Fault]]:
 
 
 def check_schedule(roles: Mapping[str, Role], microbatches: int, purpose: Purpose = "training") -> list[Fault]:
-    """Check the timelines of all roles together. The step has the optional kinds of actions for which there are
-    programs."""
+    """Check the timelines of all roles together, and that their work has programs. The step has the optional kinds of
+    actions for which there are programs."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}
-    return check_timelines(actions, ranks, microbatches, also=kinds, purpose=purpose)
+    faults = check_timelines(actions, ranks, microbatches, also=kinds, purpose=purpose)
+    return faults or [fault for role in roles.values() for fault in check_work(role.actions, role.programs)]
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None, *, uncertified: bool = False) -> Checked:

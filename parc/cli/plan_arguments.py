@@ -65,6 +65,29 @@ def chosen_sizes(text: str) -> dict[str, int]:
     return {name: positive(value.strip()) for name, value in pairs}
 
 
+def work_costs(text: str) -> dict[str, float]:
+    """Read ``F=4,I=5,W=3`` of ``--costs``: the cost of one action of each kind of work. A kind that stands for several
+    costs what they do, if it is not given.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that.
+    """
+    from parc.compiler.program.actions import phases_of, work_kinds
+
+    kinds, pairs = work_kinds(), [define(word) for word in text.split(",")]
+    parts = [kind for kind in kinds if not phases_of(kind)]
+    usual = ",".join(f"{kind}=1" for kind in parts)
+    for kind, _ in pairs:
+        if kind not in kinds:
+            raise argparse.ArgumentTypeError(f"`{kind}` is no kind of work: write costs as `{usual}`")
+    costs = {kind: positive_number(value.strip()) for kind, value in pairs}
+    if len(costs) != len(pairs):
+        raise argparse.ArgumentTypeError(f"`{text}` names a kind of work twice: write costs as `{usual}`")
+    if lacking := [kind for kind in parts if kind not in costs]:
+        raise argparse.ArgumentTypeError(f"`{text}` has no cost of {', '.join(lacking)}: write costs as `{usual}`")
+    return {kind: sum(map(costs.__getitem__, phases_of(kind))) for kind in kinds} | costs
+
+
 def add_defines(parser: argparse.ArgumentParser) -> None:
     """Add the option ``-D``."""
     parser.add_argument(

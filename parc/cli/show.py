@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, is_plan, plan_at, positive_number
+from parc.cli.plan_arguments import add_defines, is_plan, plan_at, positive_number, work_costs
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
@@ -48,6 +48,10 @@ def show_options(parser: argparse.ArgumentParser) -> None:
         "--import-model", action="store_true", help="with --expand of a build: import its model, which is code"
     )
     parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
+    parser.add_argument(
+        "--costs", metavar="F=4,I=5,W=3[,B=8]", type=work_costs,
+        help="with --pipeline: the time of one action of each kind of work, of any stage; B is I + W if not given",
+    )  # fmt: skip
     parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--time", action="store_true", help="the time of a step on a cluster, and where it goes")
     parser.add_argument("--cluster", metavar="C", help="with --time or --html: a cluster by name, or a file's path")
@@ -68,6 +72,9 @@ def show_command(args: argparse.Namespace) -> int:
         return _print_expanded(args)
     if not args.time and (args.tokens or args.compile or (args.cluster and not args.html)):
         say("parc show: `--cluster`, `--tokens` and `--compile` are for `--time`; `--cluster` is for `--html` too")
+        return 2
+    if args.costs and not (args.pipeline or args.svg):
+        say("parc show: `--costs` is for `--pipeline`")
         return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
@@ -209,19 +216,21 @@ def _write_page(args: argparse.Namespace, build: Build) -> int:
 
 
 def _show_timeline(args: argparse.Namespace, build: Build) -> int:
-    """Print or draw the timeline of a step: each box is as long as its floating-point operations."""
+    """Print or draw the timeline of a step: each box is as long as its floating-point operations, or its costs."""
     from rich.console import Console
 
-    from parc.compiler.schedules.timeline import draw, paint, svg, time_slot
-    from parc.page.facts import timeline_of
-    from parc.report_words import schedule_words
+    from parc.compiler.schedules.timeline import draw, paint, peak_live, svg, time_slot
+    from parc.page.facts import timeline_of, waits_of
+    from parc.report_words import floor_words, schedule_words
     from parc.runtime.ranks.faults import writing
 
-    timeline, title = timeline_of(build), schedule_words(build.report)
+    timeline = timeline_of(build, args.costs)
+    share = {role: timeline.idle_share(role) for role in timeline.spans}
+    title = schedule_words({**build.report, "idle": share})
     if args.svg:
         with writing(args.svg):
             check_file(args.svg, _PICTURE)
-            write_whole(args.svg, svg(timeline, title, "%"))
+            write_whole(args.svg, svg(timeline, title, "" if args.costs else "%"))
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {args.svg}: {title}{ranks}")
@@ -229,15 +238,23 @@ def _show_timeline(args: argparse.Namespace, build: Build) -> int:
     if args.json:
         roles = {role: [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
                  for role, spans in timeline.spans.items()}  # fmt: skip
-        idle = {role: timeline.idle_share(role) for role in roles}
-        print_json({**build.report["pipeline"], "idle": idle, "flops": timeline.makespan, "roles": roles})
+        print_json({
+            **build.report["pipeline"], "flops": timeline_of(build).makespan, "makespan": timeline.makespan,
+            "idle": {role: timeline.idle(role) for role in roles} if args.costs else share, "idle_share": share,
+            "floor": timeline.floor, "waits": waits_of(build), "roles": roles,
+            "live": {role: peak_live([span.action for span in spans]) for role, spans in timeline.spans.items()},
+        })  # fmt: skip
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    print(f"{title}; boxes are as long as their work")
+    costs = ", ".join(f"{kind}={cost:g}" for kind, cost in (args.costs or {}).items())
+    print(f"{title}; boxes are as long as their {f'costs, {costs}' if costs else 'work'}")
     if console.is_terminal:
         console.print(paint(timeline, time_slot(timeline), width=console.width), end="")
     else:
         print(draw(timeline, time_slot(timeline)))
+    if len(timeline.spans) > 1:
+        print(floor_words(timeline, in_percent=not costs))
+        print("".join(f"{sentence}\n" for sentence in waits_of(build)), end="")
     return 0
 
 

@@ -316,7 +316,7 @@ def _role_timelines(
         return {SINGLE: accumulation(plan.microbatches, also=programs)}
     return schedules.timelines(
         plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, also=programs,
-        text=plan.schedule.table_of(folder, pipeline.stages),
+        text=plan.schedule.table_of(folder, pipeline.stages), as_run=True,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from parc.compiler.resolve.requests import (
 from parc.compiler.resolve.seeds import PlacementSeed
 from parc.compiler.resolve.stage_cuts import cuts_of
 from parc.compiler.resolve.storage import named_parameters
-from parc.compiler.schedules import places_of
+from parc.compiler.schedules import kinds_of_stages, places_of
 from parc.compiling.compiled import Compiled
 from parc.grammar.codes import BAD_VIEW, NOT_COMPRESSED, NOTHING_TRAINED, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -138,14 +138,15 @@ def _pipeline(plan: Plan, folder: Path, names: PlanNames, captured: Captured) ->
     Raises:
         PlanError: the cuts do not fit the model, or the schedule's file is none of these stages.
     """
-    cuts, schedule = cuts_of(plan, names, captured), plan.schedule
+    cuts, schedule = cuts_of(plan, folder, names, captured), plan.schedule
     if not cuts or schedule is None:
         return None
     places = tuple((cut.module, cut.after) for cut in cuts)
     origins = (noted(node).origin.module for node in captured.graph.nodes if node.op == "call_function")
     table = schedule.table_of(folder, len(cuts) + 1)
-    ranks = places_of(schedule.name, len(cuts) + 1, plan.microbatches, schedule.chunks, text=table)
-    return Pipeline(plan.stages[0].axis.text, schedule.chunks, places, ranks, tuple(dict.fromkeys(origins)))
+    sizes = schedule.name, len(cuts) + 1, plan.microbatches, schedule.chunks
+    ranks, kinds = places_of(*sizes, text=table), kinds_of_stages(*sizes, text=table)
+    return Pipeline(plan.stages[0].axis.text, schedule.chunks, places, ranks, tuple(dict.fromkeys(origins)), kinds)
 
 
 # ---- axes, factored

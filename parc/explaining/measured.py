@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,17 +130,11 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
         done.setdefault(rank, set()).add(name)
     for rank, names in done.items():
         ours = known[ranks[rank]]
-        finishing = {name for name in names if name not in ours and _key(name)[1] == "work"} - _later(ours)
-        if other := sorted(finishing):
+        if other := sorted(name for name in names if name not in ours and _key(name)[1] == "work"):
             raise ForeignFile(f"`{path}` is of another build: rank {rank} did `{other[0]}`, which its role does not")
         if missing := sorted(ours - names):
             raise ForeignFile(f"`{path}` is of another build: rank {rank} did no `{missing[0]}`")
     return ranks, spans
-
-
-def _later(names: Iterable[str]) -> set[str]:
-    """Return the names of work that is finished behind a send: `0B3` behind `0SEND_B3`."""
-    return {name.replace("SEND_", "") for name in names if "SEND_" in name}
 
 
 # ---- profiles

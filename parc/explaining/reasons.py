@@ -13,7 +13,7 @@ from typing import Any
 from parc.compiler.analysis.communication import PlacedMessage
 from parc.compiler.layout.collectives import RINGS, axes_of
 from parc.compiler.layout.placement import AxisType, Split
-from parc.compiler.program.actions import BACKWARD, FORWARD, UNSHARD
+from parc.compiler.program.actions import ACTIONS, FORWARD, UNSHARD
 from parc.compiler.program.program import Line
 from parc.explaining.flights import line_words, maker, readers
 
@@ -63,7 +63,7 @@ def _moved(placed: PlacedMessage, line: Line, axis: str, ranks: int) -> Reason:
         return Reason(
             f"each of {ranks} `{axis}` ranks stores a part of this weight, and {where} reads all of it", (module,)
         )
-    if placed.message.carries == "gradients" or (program.action == BACKWARD and function in program.mains):
+    if placed.message.carries == "gradients" or (ACTIONS[program.action].accumulates and function in program.mains):
         kept = f"it keeps {_part(after)} of the sum" if isinstance(after, Split) else "all need the sum"
         return Reason(
             f"each of {ranks} `{axis}` ranks has the gradient of its own samples or tokens; {kept}", (module,)

@@ -19,6 +19,7 @@ from parc.compiler.program.actions import ACTIONS, FORWARD, PHASES
 from parc.compiler.program.blocks import starred
 from parc.compiler.program.program import Function, Program
 from parc.compiler.program.roles import Role
+from parc.compiler.program.step_values import DYNAMIC
 from parc.compiler.schedules.timeline import Timeline
 from parc.page.flow import ForwardWalk, ModuleRow, ModuleTree, module_tree
 from parc.report import plan_of, states_of
@@ -289,16 +290,32 @@ class PageFacts:
         return BuildError(f"`{path / 'report.json'}`: `{key}` is not what the build's other files say", again(path))
 
 
-def timeline_of(build: Build) -> Timeline:
-    """Return the timeline of a step.
+def timeline_of(build: Build, costs: Mapping[str, float] | None = None) -> Timeline:
+    """Return the timeline of a step, in which work takes the ``costs`` of its kind, or its floating-point operations.
 
     Raises:
         BuildError: its ``schedule.txt`` has an impossible order, which only a change of it can have made.
     """
     try:
-        return step_timeline(build.roles)
+        return step_timeline(build.roles, costs)
     except ValueError as error:
         raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
+
+
+def waits_of(build: Build) -> list[str]:
+    """Return, in words, what a pipeline's ranks wait for before they update weights: results of the last backwards of
+    all of them."""
+    report, plan = build.report, plan_of(build)
+    axis = report["pipeline"].get("axis", "")
+    shared = any(row["phase"] == "step" and row["axis"] == axis and row["carries"] == "gradients"
+                 for row in report["communication"])  # fmt: skip
+    reasons = {
+        "the norm of all gradients, for `clip`": plan.optimizer.clip is not None,
+        "the look for infinite gradients, for `loss_scale dynamic`": plan.loss_scale == DYNAMIC,
+        "the gradients of weights that several stages have": shared,
+    }
+    ranks = f"before the update, ranks of `{axis}` wait for each other"
+    return [f"{ranks}: {reason}" for reason, holds in reasons.items() if axis and holds]
 
 
 def equal_messages(entries: Sequence[Entry]) -> list[EqualMessages]:

@@ -15,13 +15,14 @@ from parc.compiler.build.build import Build
 from parc.compiler.clock.programs import STEP_PARTS
 from parc.compiler.schedules.timeline import Timeline, svg
 from parc.grammar.syntax import size_in_both, size_text
-from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of
+from parc.page.facts import STORED_KINDS, EqualMessages, ListedFunction, PageFacts, timeline_of, waits_of
 from parc.page.flow import ModuleRow
 from parc.report_words import (
     across_table,
     across_text,
     check_texts,
     fact_rows,
+    floor_words,
     idle_words,
     in_words,
     number_ranges,
@@ -245,13 +246,18 @@ class _Page:
         return {"functions": listing.functions, "messages": self.messages(messages),
                 "line": self.facts.lines[lines[0]].place if lines else ""}  # fmt: skip
 
-    def timeline(self) -> Markup | None:
-        """Return the drawing of a step, in milliseconds on a cluster; without one None if there is one stage."""
+    def timeline(self) -> dict[str, Any] | None:
+        """Return the drawing of a step, in milliseconds on a cluster, and sentences about its idle time; without a
+        cluster None if there is one stage."""
         if self.step is not None:
             spans = {role: [replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in spans]
                      for role, spans in self.step.time.timeline.spans.items()}  # fmt: skip
-            return Markup(svg(Timeline(spans), "", "ms"))
-        return None if len(self.report["stages"]) == 1 else Markup(svg(timeline_of(self.build), "", "%"))
+            return {"picture": Markup(svg(Timeline(spans), "", "ms")), "sentences": []}
+        if len(self.report["stages"]) == 1:
+            return None
+        timeline = timeline_of(self.build)
+        sentences = [floor_words(timeline, in_percent=True), *waits_of(self.build)]
+        return {"picture": Markup(svg(timeline, "", "%")), "sentences": sentences}
 
     def time(self) -> dict[str, Any] | None:
         """Return what a step takes on a cluster: in all, of each role by part, of each line of the plan, and waits."""

@@ -26,6 +26,7 @@ from ...compiler.program.program import LAST, Function, Line, Program, Ref, Valu
 from ...compiler.program.rewriter import FreshNames, Rewriter, started
 from ...compiler.program.roles import Programs
 from ...compiler.program.step_values import residual
+from ...compiler.resolve.requests import Pipeline
 
 # ---- early sums
 
@@ -44,15 +45,17 @@ class _Sum:
     """The residual that they return."""
 
 
-def sum_early(programs: Programs, microbatches: int) -> Programs:
+def sum_early(programs: Programs, microbatches: int, pipeline: Pipeline | None = None) -> Programs:
     """The pass of early sums. It takes the programs of a role, and returns them with a main function for the last
-    microbatch of every B, which sums the gradients that it completes; REDUCE no longer does.
+    microbatch of every B or W, whichever a stage does last in a step. It sums the gradients that it completes; REDUCE
+    no longer does.
 
     A gradient that several stages return stays in REDUCE, as does a value that is returned as two gradients.
     """
     changed, reduce = dict(programs), Rewriter(programs[REDUCE].mesh, programs[REDUCE].main)
     sums = {one.gradient.binding: one for one in _sums(reduce.source)}
-    work = {key: program for key, program in programs.items() if ACTIONS[program.action].works}
+    work = {key: program for key, program in programs.items() if ACTIONS[program.action].works
+            and (pipeline is None or program.action == pipeline.kinds[int(key[:-1])][-1])}  # fmt: skip
     stages = Counter(key for program in work.values() for key, _ in program.main.returns)
     for at, program in work.items():
         names = Counter(name for _, name in program.main.returns)
@@ -110,7 +113,8 @@ def _last(program: Program, sums: Mapping[str, _Sum], adds: bool) -> Function:
     earlier microbatches, and summed."""
     main, last = program.main, Rewriter(program.mesh, program.main)
     known = {value.binding: value.name for value in main.parameters}
-    completed = [(line, value) for line in main.lines for value in line.made if value.name in sums]
+    completed: list[tuple[Line | None, Value]] = [(None, value) for value in main.parameters if value.name in sums]
+    completed += [(line, value) for line in main.lines for value in line.made if value.name in sums]
     for line, value in completed:
         last.insert_after(line)
         one, total = sums[value.name], value
@@ -467,9 +471,9 @@ class _Overlap:
 
 
 def _units(main: Function, works: Collection[str]) -> list[_Unit]:
-    """Return a main function as units in order. A line that reads results of calls, directly or not, belongs to the
-    call ahead of it; any other belongs to the next call."""
-    units, results = [_Unit()], set[str]()
+    """Return a main function as units in order. A line that reads results of calls, directly or not, or what an earlier
+    phase made, belongs to the call ahead of it; any other belongs to the next call."""
+    units, results = [_Unit()], {value.name for value in main.parameters if value.kind == "deferred"}
     around = {outer for line in main.lines if line.calls_function for outer in _outer_modules(line.origin.module)}
     for line in main.lines:
         if line.calls_function:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -116,8 +116,9 @@ def typed_text(node: fx.Node, mesh: Mesh) -> str:
 # values to save: of all sets from which the others can be recomputed, one with the fewest bytes.
 
 
-_Vertex = tuple[fx.Node | None, bool]
-"""A value as it is computed (``False``) and as it is read (``True``); without a node, the source and the sink."""
+_Vertex = tuple[Hashable, bool]
+"""A value as it is computed (``False``) and as it is read (``True``); None stands for the source and the sink."""
+_Value = TypeVar("_Value", bound=Hashable)
 _Capacities = dict[_Vertex, dict[_Vertex, int]]
 """The residual capacity of each edge of the flow network."""
 _SOURCE: _Vertex = None, False
@@ -175,26 +176,48 @@ def kept_values(
     backward has without saving them; other blocks read the ``shared`` ones too. Of equal choices, this is the one that
     leaves least to recompute.
     """
-    capacities: _Capacities = {}
 
-    def edge(source: _Vertex, target: _Vertex, size: int) -> None:
-        capacities.setdefault(source, {})[target] = size
-        capacities.setdefault(target, {}).setdefault(source, 0)
+    def size(node: fx.Node) -> int | None:
+        there = inputs.get(node)
+        if there is None and _shares_storage(node):
+            return None
+        return 0 if there else node_type(node).local_bytes(mesh) // (_ASSUMED_READERS if node in shared else 1)
+
+    def remade(node: fx.Node) -> bool:
+        return node not in inputs and (_shares_storage(node) or remake(node))
 
     wanted = dict.fromkeys(read)
-    for node in ancestors(wanted, inputs):
-        there = inputs.get(node)
-        shares = there is None and _shares_storage(node)
-        size = 0 if there else node_type(node).local_bytes(mesh) // (_ASSUMED_READERS if node in shared else 1)
-        edge((node, False), (node, True), _INFINITE if shares else size)
-        if not shares and (there is not None or not remake(node)):
-            edge(_SOURCE, (node, False), _INFINITE)
-        for operand in node.all_input_nodes if there is None else ():
-            edge((operand, True), (node, False), _INFINITE)
-    for node in wanted:
-        edge((node, True), _SINK, _INFINITE)
+    return fewest_bytes(wanted, ancestors(wanted, inputs), lambda node: node.all_input_nodes if node not in inputs
+                        else (), size, remade)  # fmt: skip
+
+
+def fewest_bytes(
+    wanted: Iterable[_Value], values: Iterable[_Value], operands: Callable[[_Value], Iterable[_Value]],
+    size: Callable[[_Value], int | None], remade: Callable[[_Value], bool],
+) -> set[_Value]:  # fmt: skip
+    """Return the set of values with the fewest bytes from which those ``wanted`` can be computed: a minimum cut. Of
+    equal sets, this is the one that leaves least to compute.
+
+    ``values`` are the wanted ones and all that they are computed from. A value has a ``size`` in bytes, or None if it
+    cannot be in the set. If it may be ``remade``, it can be computed of its ``operands``.
+    """
+    capacities: _Capacities = {}
+
+    def edge(source: _Vertex, target: _Vertex, bytes_: int) -> None:
+        capacities.setdefault(source, {})[target] = bytes_
+        capacities.setdefault(target, {}).setdefault(source, 0)
+
+    for value in values:
+        bytes_ = size(value)
+        edge((value, False), (value, True), _INFINITE if bytes_ is None else bytes_)
+        if not remade(value):
+            edge(_SOURCE, (value, False), _INFINITE)
+        for operand in operands(value):
+            edge((operand, True), (value, False), _INFINITE)
+    for value in wanted:
+        edge((value, True), _SINK, _INFINITE)
     behind = _behind_cut(capacities)
-    return {node for node, is_read in behind if node is not None and is_read and (node, False) not in behind}
+    return {value for value, is_read in behind if value is not None and is_read and (value, False) not in behind}  # type: ignore[misc]
 
 
 def _shares_storage(node: Any) -> bool:

@@ -348,7 +348,7 @@ def make_roles(step: StepMaterials) -> dict[str, Programs]:
     its own."""
     roles: dict[str, dict[str, Program]] = {name: {} for name in step.roles}
     for row in step_kinds():
-        if not row.serves(step.request.purpose):
+        if not row.serves(step.request.purpose) or row.instead_of:  # phases are made of what they stand for
             continue
         for at, program in enumerate(MAKERS[row.kind](step) if row.program else ()):
             key = f"{at}{row.kind}" if row.program == "stage" and step.axis else row.kind

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
-from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
+from ...compiler.program.actions import ACTIONS, StageRanks, direction_of, step_kinds
 from ...compiler.program.program import Program
 from ..ranks.communication import Message, PeerLost, RingPart, Sending
 from ..ranks.processes import HOLDERS, new_group
@@ -95,7 +95,7 @@ class Distributed:
                 process_group = new_group(chosen)
                 if rank in chosen:
                     self._groups[axes, members] = process_group
-        self._kinds = [row.kind for row in step_kinds("work") if row.to]
+        self._kinds = [*dict.fromkeys(direction_of(row.kind) for row in step_kinds("work") if row.to)]
         self._channels: dict[tuple[int, str], Any] = {}
         self._what = ""
         """The description of the collective under way, for the message of ``PeerLost``."""
@@ -257,10 +257,11 @@ class Distributed:
         return _after_wait(wait, [tensors])
 
     def _start(self, run: Callable[..., Any], tensor: Tensor, peer: int, message: Message, at: int) -> Any:
-        channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
+        kind = direction_of(message.kind)
+        channel = message.stage * len(self._kinds) + self._kinds.index(kind)
         tag = (message.microbatch * len(self.stages) * len(self._kinds) + channel) * _MOST_TENSORS + at
         try:
-            return run(tensor, peer, group=self._channels[message.stage, message.kind], tag=tag % 2**31)
+            return run(tensor, peer, group=self._channels[message.stage, kind], tag=tag % 2**31)
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} could not reach rank {peer} for {message}", error) from error
 

@@ -18,7 +18,6 @@ from ...compiler.analysis.lifetimes import (
     adds,
     adds_itself,
     aliases,
-    delayed,
     gradient_buckets,
     reducible_in_place,
 )
@@ -160,10 +159,9 @@ class Machine:
         self.reuse, self.axis = reuse, axis
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self.products = library_of(kernels)
-        self._addable, self._delayed = addable(program, self._adds), delayed(program, self._adds)
+        self._addable = addable(program, self._adds)
         self._buckets = gradient_buckets(program, self._makes_in_place, self.dtype)
         self._aliases = aliases(program)
-        self._later: list[Callable[[], torch.Tensor]] | None = None
         self._accumulated: set[str] = set()
         """The results of the main function that run() was given a total for."""
         self._overwritable = {main.name: reducible_in_place(program, main) for main in program.mains}
@@ -196,18 +194,17 @@ class Machine:
         inputs: Sequence[Environment],
         function: str | None = None,
         totals: Sequence[BoundTensors] = (),
-        later: list[Callable[[], torch.Tensor]] | None = None,
         arriving: dict[Binding, Arrival] | None = None,
     ) -> list[BoundTensors]:
         """Run the main function, or another one, and return its results on each rank of this process. A result in
-        ``addable`` with a total in ``totals`` is added to that, now or by a call appended to ``later``, and the total
-        is returned. ``arriving`` has the waits for inputs that are in flight, and gets those for results in flight.
+        ``addable`` with a total in ``totals`` is added to that, and the total is returned. ``arriving`` has the waits
+        for inputs that are in flight, and gets those for results in flight.
 
         ``inputs`` and ``totals`` are emptied, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(values) for values in inputs]
-        names, self._later = dict(self.program.main.returns), later
+        names = dict(self.program.main.returns)
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         self._accumulated = {names[key] for table in totals for key in table}
@@ -286,10 +283,10 @@ class Machine:
 
     def _with_liveness(self, function: Function) -> tuple[Function, Sequence[LineLiveness]]:
         """Return a function, fused with ``reuse``, and the liveness of its values."""
-        known, late = self._aliases[function.name], self._delayed[function.name]
+        known = self._aliases[function.name]
         if self.reuse:
             function = fused(function, known, self.mesh, self.products)
-        return function, liveness(function, known, late, self.reuse)
+        return function, liveness(function, known, self.reuse)
 
     def _step(self, line: Line, function: Function, life: LineLiveness) -> Prepared:
         if not line.calls_function:
@@ -448,8 +445,8 @@ class Machine:
     def _adding_to(self, line: Line, function: Function) -> Callable[..., Any]:
         """Return the function that adds the result of a line to a total, or makes it in its part of a bucket. A kernel
         that cannot accumulate makes the result first."""
-        add, into, delays = code_for("adding")[line.op], code_for("into").get(line.op), self._delayed[function.name]
-        late, kernel = line.made[0].name in delays, self._kernel(line, function)
+        add, into = code_for("adding")[line.op], code_for("into").get(line.op)
+        kernel = self._kernel(line, function)
         if kernel is not None and kernel is not KERNELS.get(line.op):
             context = KernelContext(self.mesh, self.coordinates[0], (), (), self.device)
 
@@ -459,10 +456,7 @@ class Machine:
         def added(total: Any, otherwise: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if isinstance(total, BucketPart):
                 return otherwise(*args) if into is None else into(total.tensor(), *args)
-            if self._later is None or not late:
-                return add(total, *args, **options)
-            self._later.append(partial(add, total, *args))
-            return total
+            return add(total, *args, **options)
 
         return added
 

@@ -46,11 +46,10 @@ class LineLiveness(NamedTuple):
 
 
 @remembered
-def liveness(function: Function, aliases: Aliases, delayed: frozenset[str], reuse: bool) -> Sequence[LineLiveness]:
-    """Return the liveness at each line of a function. Values ``delayed`` are added to totals only after the function's
-    sends. Without ``reuse`` no storage is spare."""
+def liveness(function: Function, aliases: Aliases, reuse: bool) -> Sequence[LineLiveness]:
+    """Return the liveness at each line of a function. Without ``reuse`` no storage is spare."""
     sums = in_flight(function.lines)
-    spare = spare_operands(function, aliases, delayed) if reuse else [frozenset[str]()] * len(function.lines)
+    spare = spare_operands(function, aliases) if reuse else [frozenset[str]()] * len(function.lines)
     awaited = [tuple(sums.intersection(line.uses)) for line in function.lines]
     dead = last_uses(function, [(line,) for line in function.lines])
     return tuple(map(LineLiveness, spare, awaited, dead))

@@ -20,7 +20,7 @@ from parc.compiler.program.actions import (
 )
 from parc.compiler.verify.communication import check_timelines
 
-MESSAGES = [kind(work) for work in work_kinds() for kind in (send_kind, receive_kind)]
+MESSAGES = [kind(work) for work in work_kinds() if ACTIONS[work].to for kind in (send_kind, receive_kind)]
 
 actions = st.one_of(
     st.builds(

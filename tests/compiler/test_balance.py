@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -13,34 +15,91 @@ from torch import fx
 
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.resolve.stage_cuts import FLOPS_PER_BYTE, PASSES, BalancedPiece, balance, operations_of
+from parc.compiler.schedules import live_microbatches, places_of
 
+Ranks = tuple[int, ...]
 weights = st.dictionaries(st.sampled_from("abc"), st.just(7), max_size=2)
 drawn = st.lists(st.builds(BalancedPiece, st.integers(0, 9), st.integers(0, 9), weights), min_size=1, max_size=8)
 
 
-def largest(pieces: list[BalancedPiece], begins: tuple[int, ...], in_flight: tuple[int, ...]) -> tuple[int, int]:
-    """Return the operations, and the bytes, of the largest stage."""
-    stages = [pieces[start:stop] for start, stop in pairwise([0, *begins, len(pieces)])]
-    operations = [sum(piece.operations for piece in stage) for stage in stages]
-    held = [
-        sum({name: size for piece in stage for name, size in piece.parameters.items()}.values())
-        + count * sum(piece.kept for piece in stage)
-        for stage, count in zip(stages, in_flight, strict=True)
-    ]
-    return max(operations), max(held)
+def largest(pieces: list[BalancedPiece], begins: tuple[int, ...], ranks: Ranks, live: Ranks) -> tuple[int, int]:
+    """Return the operations of the busiest rank, and the bytes of the fullest one."""
+    work, kept = Counter[int](), Counter[int]()
+    names: dict[int, dict[str, int]] = {rank: {} for rank in ranks}
+    for stage, (start, stop) in enumerate(pairwise([0, *begins, len(pieces)])):
+        for piece in pieces[start:stop]:
+            work[ranks[stage]] += piece.operations
+            kept[ranks[stage]] += live[stage] * piece.kept
+            names[ranks[stage]].update(piece.parameters)
+    return max(work.values()), max(kept[rank] + sum(names[rank].values()) for rank in names)
+
+
+def every(pieces: list[BalancedPiece], ranks: Ranks) -> Iterator[tuple[int, ...]]:
+    """Return all cuts."""
+    return combinations(range(1, len(pieces)), len(ranks) - 1)
 
 
 @given(drawn, st.integers(1, 5), st.booleans())
 def test_no_other_cuts_are_better(pieces: list[BalancedPiece], stages: int, falling: bool) -> None:
+    ranks = tuple(range(stages))
+    live = tuple(stages - stage if falling else 1 for stage in ranks)
     if stages > len(pieces):
         with pytest.raises(ValueError, match="make no"):
-            balance(pieces, stages, lambda stage: 1)
+            balance(pieces, ranks, live)
         return
-    in_flight = tuple(stages - stage if falling else 1 for stage in range(stages))
-    chosen = balance(pieces, stages, in_flight.__getitem__)
+    chosen = balance(pieces, ranks, live)
     assert len(chosen) == stages - 1 and all(low < high for low, high in pairwise([0, *chosen, len(pieces)]))
-    every = combinations(range(1, len(pieces)), stages - 1)
-    assert largest(pieces, chosen, in_flight) == min(largest(pieces, begins, in_flight) for begins in every)
+    assert largest(pieces, chosen, ranks, live) == min(largest(pieces, b, ranks, live) for b in every(pieces, ranks))
+
+
+@given(drawn, st.sampled_from([(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 0, 1, 1), (1, 0, 0)]))
+def test_ranks_with_several_stages_are_cut_whatever_the_pieces(pieces: list[BalancedPiece], ranks: Ranks) -> None:
+    if len(pieces) >= len(ranks):
+        chosen = balance(pieces, ranks, ranks)
+        assert len(chosen) == len(ranks) - 1
+        assert all(low < high for low, high in pairwise([0, *chosen, len(pieces)]))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)])
+@pytest.mark.parametrize("head", [3, 14, 25])
+@pytest.mark.parametrize("count", [7, 10])
+def test_no_rank_of_several_stages_of_layers_could_do_less(ranks: Ranks, head: int, count: int) -> None:
+    pieces, live = layers(count, embedding=2, head=head), (1,) * len(ranks)
+    chosen = balance(pieces, ranks, live)
+    least = min(largest(pieces, begins, ranks, live)[0] for begins in every(pieces, ranks))
+    assert largest(pieces, chosen, ranks, live)[0] == least
+
+
+def layers(count: int, embedding: int, head: int) -> list[BalancedPiece]:
+    """Return the pieces of a model of equal layers of 10 operations."""
+    blocks = [BalancedPiece(10, 4, {f"layer{number}": 6}) for number in range(count)]
+    return [BalancedPiece(embedding, 1, {"embedding": 9}), *blocks, BalancedPiece(head, 1, {"head": 9})]
+
+
+def test_an_embedding_and_a_head_on_one_rank_of_a_v_leave_it_fewer_layers() -> None:
+    pieces, ranks = layers(22, embedding=10, head=30), places_of("zbv", 4, 4, 2)
+    first, middle, last = balance(pieces, ranks, live_microbatches("zbv", 4, 4, 2))
+    assert ranks == (0, 1, 1, 0)
+    assert (first - 1) + (len(pieces) - 1 - last) == 9 and last - first == 13, "13 times 10 operations on each rank"
+    sizes = [first, middle - first, last - middle, len(pieces) - last]
+    assert max(sizes) <= 7, "and they are even"
+
+
+def test_a_weight_that_two_stages_of_a_rank_share_is_there_once() -> None:
+    tied = {"embedding": 50}
+    blocks = [BalancedPiece(10, 1, {f"layer{number}": 8}) for number in range(4)]
+    pieces = [BalancedPiece(0, 1, tied), *blocks, BalancedPiece(0, 1, tied)]
+    v, turns = (0, 1, 1, 0), (0, 1, 0, 1)
+    assert largest(pieces, balance(pieces, v, (1,) * 4), v, (1,) * 4) == (20, 50 + 16 + 4)
+    assert largest(pieces, balance(pieces, turns, (1,) * 4), turns, (1,) * 4) == (20, 50 + 16 + 3)
+
+
+def test_an_interleaved_70b_is_cut_for_its_ranks_and_not_only_for_its_stages() -> None:
+    pieces, sizes = layers(80, embedding=0, head=12), ("interleaved", 16, 16, 4)
+    bounds = [0, *balance(pieces, places_of(*sizes), live_microbatches(*sizes)), len(pieces)]
+    of_stage = [sum(piece.operations for piece in pieces[start:stop]) for start, stop in pairwise(bounds)]
+    assert max(sum(of_stage[rank::4]) for rank in range(4)) == 210, "812 operations are no less on the busiest rank"
+    assert min(of_stage) >= 40 and max(of_stage) <= 62
 
 
 def operations(target: Any, *args: object) -> int:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from parc.compiler.program.actions import Action, stages_in_turn
-from parc.compiler.schedules import SCHEDULES, problem, timelines
+from parc.compiler.schedules import SCHEDULES, V_SHAPES, places_of, problem, timelines
 from parc.compiler.schedules.timeline import peak_live, simulate
 from parc.compiler.verify.communication import check_timelines
 from tests.draws import wide
@@ -20,6 +20,8 @@ Timelines = Mapping[str, Sequence[Action]]
 Sizes = tuple[str, int, int, int]
 
 
+WHOLE = ("gpipe", "1f1b", "interleaved", "looped")
+"""The schedules whose backwards are in one piece."""
 LIMITS = pytest.mark.parametrize("limits", [(5, 10), wide((8, 16))])
 """Most ranks and microbatches."""
 
@@ -52,13 +54,20 @@ def test_sizes_are_accepted_that_the_schedules_are_published_for(limits: tuple[i
     expected |= {("1f1b", p, m, v) for p, m, v in one_rank if v == 1 and m >= p}
     expected |= {("interleaved", p, m, v) for p, m, v in one_rank if v > 1 and m % p == 0}
     expected |= {("looped", p, m, v) for p, m, v in one_rank}
+    expected |= {(f"zb-h{laps}", p, m, v) for laps in (1, 2) for p, m, v in one_rank if v == 1 and m >= laps * p}
+    expected |= {("interleaved-zb", p, m, v) for p, m, v in one_rank if v > 1 and m % p == 0}
+    expected |= {(name, p, m, v) for name in V_SHAPES for p, m, v in one_rank
+                 if v == 2 and (name != "dualpipev" or m >= 2 * p)}  # fmt: skip
     assert set(accepted(limits)) == expected
 
 
 @LIMITS
 def test_every_schedule_is_proved(limits: tuple[int, int]) -> None:
     for (name, p, m, v), made in accepted(limits).items():
-        assert not check_timelines(made, stages_in_turn(p * v, p), m, also=["COUNT"] * (m % 2 == 0)), (name, p, m, v)
+        also = [*["COUNT"] * (m % 2 == 0), "I", "W"]
+        ranks = places_of(name, p * v, m, v)
+        assert (ranks == stages_in_turn(p * v, p)) == (name not in V_SHAPES)
+        assert not check_timelines(made, ranks, m, also=also), (name, p, m, v)
 
 
 @LIMITS
@@ -67,7 +76,7 @@ def test_ranks_are_idle_as_published_to_the_slot(forward: int, backward: int, li
     """The idle time is (p - 1)(F + B), divided by v for ranks of v chunks. Each is the time of one stage, as F and B
     are here."""
     for (name, p, m, v), made in accepted(limits).items():
-        if name == "looped" and m < p:
+        if name not in WHOLE or (name == "looped" and m < p):
             continue  # microbatches run out before the loop closes
         played = simulate(made, forward, backward)
         assert {played.idle(role) for role in made} == {(p - 1) * (forward + backward)}, (name, p, m, v)
@@ -82,8 +91,53 @@ def test_ranks_hold_as_many_microbatches_as_published(limits: tuple[int, int]) -
         elif name == "interleaved":
             assert live[0] == min(p * v + p - 1, m * v)  # p(1 + (p - 1) / (pv)) microbatches of v chunks
             assert live == sorted(live, reverse=True)
-        else:
+        elif name in WHOLE:
             assert live == [m * v] * p
+
+
+COSTS = [{"F": 1, "I": 1, "W": 1}, {"F": 4, "I": 5, "W": 3}, {"F": 4, "I": 6, "W": 2}, {"F": 2, "I": 2, "W": 1}]
+"""Times of F, I and W of one stage."""
+ROOM = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1, "interleaved-zb": lambda p: 2 * p, "zbv": lambda p: 2 * p,
+        "dualpipev": lambda p: 2 * p + 1, "v-half": lambda p: p + 2, "v-min": lambda p: -(-2 * p // 3) + 2}  # fmt: skip
+"""The most microbatches of one stage that a rank holds: of 2p in 1F1B where it has two stages."""
+MEASURED = {
+    ("v-half", 4): (7, 39, 74, 17), ("v-half", 8): (20, 106, 184, 46), ("v-min", 4): (11, 141, 238, 53),
+    ("v-min", 8): (27, 306, 504, 117), ("dualpipev", 4): (3, 18, 26, 9), ("dualpipev", 8): (7, 45, 66, 21),
+}  # fmt: skip
+"""The most slots that a rank is idle, at each of the ``COSTS``, with four times as many microbatches as ranks."""
+
+
+def most_idle(timelines: Timelines, costs: Mapping[str, int]) -> float:
+    played = simulate(timelines, work=lambda action: costs[action.kind])
+    return max(played.idle(role) for role in timelines)
+
+
+def closed_form(name: str, p: int, f: int, i: int, w: int) -> int | None:
+    """The idle time of the slowest rank that a schedule with split backwards is published with, if there is one."""
+    if name in ("zb-h1", "interleaved-zb"):
+        return (p - 1) * (f + i - w)
+    if name == "zb-h2":
+        return (p - 1) * max(f, f + i - 2 * w)
+    return {(1, 1, 1): p - 1, (2, 2, 1): 2 * (p - 1)}.get((f, i, w)) if name == "zbv" else None
+
+
+@LIMITS
+def test_ranks_with_split_backwards_wait_as_published_and_hold_no_more(limits: tuple[int, int]) -> None:
+    for (name, p, m, v), made in accepted(limits).items():
+        if name in WHOLE:
+            continue
+        assert max(map(peak_live, made.values())) <= ROOM[name](p) * (v / 2 if name == "interleaved-zb" else 1)
+        for costs in COSTS if name != "zbv" or m >= 2 * p else ():
+            if (published := closed_form(name, p, *costs.values())) is not None:
+                assert most_idle(made, costs) == published, (name, p, m, v, costs)
+
+
+@pytest.mark.parametrize(("name", "p"), MEASURED)
+def test_v_shapes_wait_no_longer_than_measured(name: str, p: int) -> None:
+    made = timelines(name, 2 * p, 4 * p, 2)
+    for costs, most in zip(COSTS, MEASURED[name, p], strict=True):
+        assert most_idle(made, costs) <= most
+    assert max(map(peak_live, made.values())) <= ROOM[name](p)
 
 
 @LIMITS
@@ -112,7 +166,12 @@ def test_torch_lists_the_same_work(
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "chunks", "why"),
     [
-        ("zb-h1", 4, 8, 1, "there is no schedule `zb-h1`: choose `gpipe`, `1f1b`, `interleaved`, `looped`, or `table`"),
+        ("zb-h3", 4, 8, 1, "there is no schedule `zb-h3`: choose `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zb-h2`"),
+        ("zb-h1", 4, 3, 1, "`zb-h1` on 4 ranks wants at least 4 microbatches, not 3: write `microbatches 4` or more"),
+        ("zb-h2", 4, 7, 1, "wants twice as many microbatches as ranks, at least 8 microbatches, not 7"),
+        ("interleaved-zb", 4, 8, 1, "has 2 or more stages a rank: write `chunks 2`, or choose `zb-h1`"),
+        ("zbv", 12, 12, 3, "`zbv` has 2 stages a rank, not 3: remove `chunks`"),
+        ("dualpipev", 8, 7, 2, "`dualpipev` of 8 stages wants at least 8 microbatches, not 7: write `microbatches 8`"),
         ("gpipe", 4, 10**9, 1, "4 stages with 1000000000 microbatches are over 1,000,000 forwards: write fewer"),
         ("1f1b", 4, 8, 2, "`1f1b` has one stage a rank, not 2 chunks: remove `chunks`, or choose `interleaved`"),
         ("1f1b", 4, 3, 1, "on 4 ranks wants at least 4 microbatches, not 3: write `microbatches 4` or more, or choose"),

@@ -78,7 +78,7 @@ def cut(text: str, stage: str, ranks: int) -> tuple[list[str], Captured, Stages]
     """Return the cuts of a ``stage`` line, and the stages of the captured graph; values only ever flow to later
     ones."""
     plan, graph = captured(text, f"mesh pp={ranks}\nstage {stage} over pp\nschedule gpipe microbatches 2\n")
-    cuts = cuts_of(plan, names_of(graph), graph)
+    cuts = cuts_of(plan, Path(), names_of(graph), graph)
     stages = stage_of_nodes(graph, cuts)
     assert set(stages) == {node for node in graph.graph.nodes if node.op == "call_function"}
     assert set(stages.values()) == set(range(len(cuts) + 1))
@@ -130,7 +130,7 @@ def test_a_module_under_its_second_name_is_named_by_its_first() -> None:
 
 def test_one_rank_has_one_stage() -> None:
     plan, graph = captured(GPT, "mesh pp=1\nstage before blocks.1 over pp\nschedule gpipe microbatches 2\n")
-    assert cuts_of(plan, names_of(graph), graph) == ()
+    assert cuts_of(plan, Path(), names_of(graph), graph) == ()
 
 
 def test_positions_and_masks_belong_to_the_first_stage_that_reads_them() -> None:

@@ -22,8 +22,9 @@ def test_messages_that_take_time_make_ranks_wait() -> None:
 def test_a_message_is_under_way_while_its_sender_goes_on() -> None:
     made = timelines("gpipe", 2, 1)
     assert simulate(made, 1, [2, 2]).makespan == 1 + 1 + 2 + 2
-    assert simulate(made, 1, [2, 1], after=[0, 1]).makespan == 1 + 1 + 1 + 2
-    assert simulate(timelines("gpipe", 3, 1), 1, 2, after=[0, 1, 1]).makespan == 9  # each of them beside what follows
+    split = timelines("gpipe", 2, 1, as_run=True)  # stage 1 sends the result of I, and does W meanwhile
+    times = {"F": 1, "B": 2, "I": 1, "W": 1}
+    assert simulate(split, work=lambda action: times[action.kind]).makespan == 1 + 1 + 1 + 2
 
 
 def test_actions_of_a_stage_may_take_different_times() -> None:
@@ -56,6 +57,29 @@ def test_an_axis_in_percent_is_of_the_whole_step() -> None:
     assert Timeline({"pp0": ()}).idle_share("pp0") == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "chunks", "floor", "phases"),
+    [
+        ("1f1b", 4, 1, 3 * (4 + 8), "whole"),
+        ("interleaved", 8, 2, 3 * (4 + 8), "whole"),
+        ("zb-h1", 4, 1, 3 * 4, "split"),
+        ("zbv", 8, 2, 3 * 4, "split"),
+    ],
+)
+def test_no_schedule_is_idle_for_less_than_its_floor(
+    name: str, stages: int, chunks: int, floor: float, phases: str
+) -> None:
+    costs = {"F": 4, "B": 8, "I": 5, "W": 3}
+    played = simulate(timelines(name, stages, 8, chunks), work=lambda action: costs[action.kind])
+    assert played.floor == floor <= max(map(played.idle, played.spans)) and played.phases == phases
+
+
+def test_the_floor_of_a_build_is_of_its_own_order() -> None:
+    played = simulate(timelines("1f1b", 2, 2, as_run=True), [1, 2], [2, 4])
+    assert played.floor == 1 + 2 and played.phases == "mixed"
+    assert simulate(timelines("gpipe", 1, 2)).floor == 0
+
+
 def test_an_order_that_never_ends_is_refused() -> None:
     made = {role: [a for a in actions if a.kind != "SEND_F"] for role, actions in timelines("gpipe", 2, 1).items()}
     with pytest.raises(ValueError, match=re.escape("never ends: pp0 at `0RECV_B0`, pp1 at `1RECV_F0`")):
@@ -84,6 +108,18 @@ def test_a_terminal_shows_microbatches_in_the_colour_of_their_work() -> None:
     assert picture.plain.splitlines()[0] == "pp0 0 1 0 1     1 0 1 0  idle 20 %"
     colors = {str(span.style).removeprefix("black on ") for span in picture.spans}
     assert len(colors) == 4, "forward and backward of each of two chunks"
+
+
+def test_phases_of_backwards_have_names_and_colors_of_their_own() -> None:
+    played = simulate(timelines("1f1b", 2, 2, as_run=True))
+    names = ["forward", "backward", "gradients of inputs", "gradients of weights"]
+    legend = paint(played).plain.splitlines()[-1]
+    assert legend == " F  forward   B  backward   I  gradients of inputs   W  gradients of weights  "
+    root = ElementTree.fromstring(svg(played))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [word for word in reversed(words) if word in names] == names
+    boxes = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if len(rect)]
+    assert len({box.attrib["fill"] for box in boxes}) == 4
 
 
 def test_unequal_times_are_drawn_in_slots() -> None:
@@ -125,9 +161,7 @@ def test_an_svg_has_a_box_for_each_forward_and_backward_to_scale(forward: float,
         assert float(box.attrib["width"]) == pytest.approx((span.end - span.start) * scale - 1, abs=0.2)
         assert float(box.attrib["x"]) + float(box.attrib["width"]) < width
     words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert words.count("idle 16 %") == 4 and {"pp0", "pp3", "interleaved <8>", "forward, chunk 0", "0", "ms"} <= set(
-        words
-    )
+    assert words.count("idle 16 %") == 4 and {"pp0", "pp3", "interleaved <8>", "forward", "0", "ms"} <= set(words)
     assert words.count("7") >= 16, "each box has its microbatch"
     assert sum("ms" in (word or "") for word in words) == 1, "ticks are numbers, and the unit is said once"
 

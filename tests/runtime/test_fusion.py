@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +18,16 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Line, Program, Ref
+from parc.compiler.resolve.requests import Pipeline
 from parc.compiler.schedules import timelines
+from parc.passes.programs.split import split_backward
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine.execute import Machine
 from parc.runtime.machine.fusion import fused
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.machine.registry import Kernel, code_for
-from parc.runtime.ranks.waits import Recorder
 from tests.checked_plans import compiled_net
-from tests.runtime.staged import MICROBATCHES, program
-from tests.runtime.test_stages import batch_of, case
+from tests.runtime.staged import program
 
 CPU = torch.device("cpu")
 TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f32[8, 4]"}
@@ -139,19 +137,14 @@ BACKWARD = program("stage1", "B", "", (
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda context, a, b: torch.mm(a, b)}])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
+def test_a_gradient_is_added_to_its_total_as_it_is_made(kernels: dict[str, Kernel]) -> None:
     """``twice`` dies in the line after the gradient's, which must not write over values that are still to be read."""
     machine = Machine(BACKWARD, InProcess(Mesh()), CPU, reuse=True, kernels=kernels)
     assert machine.addable == {W}
     g, x, w, before = torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
-    later: list[Callable[[], torch.Tensor]] = []
     total = before.clone()
-    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{W: total}], later=later if late else None)
-    assert found[W] is total and len(later) == late
-    assert torch.equal(total, before) == late
-    for call in later:
-        call()
+    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{W: total}])
+    assert found[W] is total
     torch.testing.assert_close(total, before + x.t() @ (2 * g))
     torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
@@ -159,8 +152,7 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
 @pytest.mark.parametrize("sums", ["f32", "bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums: str) -> None:
-    """The bits are those of the cast gradient's sum, also if a cast rounds; the product is made at once, also where
-    others wait for a send."""
+    """The bits are those of the cast gradient's sum, also if a cast rounds."""
     wide = {"f32": torch.float32, "bf16": torch.bfloat16}[sums]
     parsed = program("stage1", "B", "", (
         "g:received g", "x:saved x", "t = t(x)", "dw = mm(t, g)", f"cast = _to_copy(dw, dtype={wide})", "w cast",
@@ -169,9 +161,8 @@ def test_a_gradient_that_is_cast_is_added_as_the_cast_gradient(dtype: str, sums:
     machine = Machine(parsed, InProcess(Mesh()), CPU, reuse=True)
     (type_,) = {value.type.dtype for value in parsed.main.parameters}
     g, x, before = torch.randn(2, 4).to(type_), torch.randn(2, 4).to(type_), torch.randn(4, 4).to(wide)
-    later: list[Callable[[], torch.Tensor]] = []
-    (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}], later=later)
-    assert not later and torch.equal(found[W], before + (x.t() @ g).to(wide))
+    (found,) = machine.run([{"g": g, "x": x}], totals=[{W: before.clone()}])
+    assert torch.equal(found[W], before + (x.t() @ g).to(wide))
 
 
 def test_any_gradient_with_storage_of_its_own_is_added_once_made() -> None:
@@ -225,27 +216,12 @@ def test_rows_of_an_embedding_are_added_to_their_total() -> None:
     torch.testing.assert_close(found[W], before + wanted)
 
 
-def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() -> None:
-    simulation = Simulation(case("pp=4", 4))
-    for stepper in simulation.steppers:
-        stepper.recorder = Recorder(CPU)
-    simulation.step([batch_of(m) for m in range(MICROBATCHES)], 0)
-    recorder = simulation.steppers[-1].recorder
-    assert recorder is not None
-    names = [name for name, *_ in recorder.spans]
-    assert names[-6:] == ["3B3", "3SEND_B3", "3B3", "sends", "3LOSS", "3REDUCE"]
-    recorder = simulation.steppers[1].recorder
-    assert recorder is not None
-    names = [name for name, *_ in recorder.spans]
-    assert [names.count(f"1B{m}") for m in range(MICROBATCHES)] == [1, 1, 1, 2], "before the last, others are held"
-
-
 def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
-    """Three products in a row each make a gradient from the result of the line before. In the last microbatch all these
-    results are there at the end, beside what was saved, and what the first microbatch sent. Where the products run at
-    once, as in a last backward of its own, which starts sums over ranks, a result lasts until the next is made; then
-    the first microbatch needs as much, as what the second saved is there too."""
-    large, value = "f32[64, 4]", 64 * 4 * 4
+    """Three products in a row each make a gradient from the result of the line before. In the last microbatch, whose
+    backward is in two phases, all these results are there at the end of the first, beside what was saved, and what the
+    first microbatch sent. Where the products run at once, a result lasts until the next is made; then the first
+    microbatch needs as much, as what the second saved is there too."""
+    large, value, small = "f32[64, 4]", 64 * 4 * 4, 4 * 4 * 4
     words = [f"d{n} = exp({'g' if n == 1 else f'd{n - 1}'})" for n in (1, 2, 3, 4)]
     made = [f"w{n} = mm(t, d{n})" for n in (1, 2, 3)]
     lines = [word for pair in zip(words, made, strict=False) for word in pair] + words[3:]
@@ -255,21 +231,17 @@ def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
         "g:received g", "x:saved x", "t = t(x)", *lines, "w1 w1", "w2 w2", "w3 w3", "sent h d4",
     ), types)  # fmt: skip
     forward = program("stage1", "F", "pp=2", ("x:received x", "saved x"), {"x": large})
-    actions = timelines("gpipe", 2, 2)["pp1"]
-    small = 4 * 4 * 4
-    memory = estimate_memory({"1F": forward, "1B": backward}, actions, {}, {})
+    pipeline = Pipeline("pp", 1, (("", True),), (0, 1), (), (("F", "B"), ("F", "B", "I", "W")))
+    split = split_backward({"pp1": {"1F": forward, "1B": backward}}, pipeline)["pp1"]
+    assert {*split} == {"1F", "1B", "1I", "1W"}
+    memory = estimate_memory(split, timelines("gpipe", 2, 2, as_run=True)["pp1"], {}, {})
     assert (memory.activations, memory.gradients) == ((2 + 4) * value, 3 * small)
-    last = replace(backward, functions=(replace(backward.main, name="main_last"), backward.main))
-    assert estimate_memory({"1F": forward, "1B": last}, actions, {}, {}).activations == (2 + 2) * value
-    first = replace(backward.main, returns=backward.main.returns[:3])
-    unsent = replace(backward, functions=(first,))
-    actions = tuple(action for action in actions if action.kind != "SEND_B")
-    assert estimate_memory({"1F": forward, "1B": unsent}, actions, {}, {}).activations == (2 + 2) * value
+    whole = timelines("gpipe", 2, 2)["pp1"]
+    assert estimate_memory({"1F": forward, "1B": backward}, whole, {}, {}).activations == (2 + 2) * value
 
 
 def test_a_machine_takes_what_is_estimated_where_results_are_written_over_operands() -> None:
-    """``d`` could hold ``e``, but for its product with ``t``, which another microbatch may compute after the others;
-    ``sum`` and ``s`` are written over what they read."""
+    """``e`` is written over ``d``, and ``sum`` and ``s`` over what they read."""
     large, value = "f32[64, 4]", 64 * 4 * 4
     types = dict.fromkeys(("g", "x", "d", "y", "e", "sum", "s"), large) | {"t": "f32[4, 64]", "w": "f32[4, 4]"}
     parsed = program("stage1", "B", "", (
@@ -282,4 +254,4 @@ def test_a_machine_takes_what_is_estimated_where_results_are_written_over_operan
         del given
         machine.run(inputs)
     live = Liveness(parsed)
-    assert storages.peak == live.peak(parsed.main, {"g": value, "x": value}, {}, {}).most == 4 * value + 4 * 4 * 4
+    assert storages.peak == live.peak(parsed.main, {"g": value, "x": value}, {}).most == 3 * value + 4 * 4 * 4

@@ -42,7 +42,7 @@ def forward(
 def spare_of(program: Program) -> list[list[str]]:
     """Return the spare operands of each line of the main function."""
     main = program.main
-    return [sorted(names) for names in spare_operands(main, aliases(program)[main.name], frozenset())]
+    return [sorted(names) for names in spare_operands(main, aliases(program)[main.name])]
 
 
 def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:

@@ -342,7 +342,7 @@ def test_workers_read_what_is_read_without_them_and_name_the_sample_that_fails(
     with pytest.raises(DataError, match="entry 0 of the dataset was not read: its worker process ") as error:
         RowReader(Closing(dying, closed), [0, 1], 2, 1)(0)
     assert "read without `workers`" in error.value.help
-    assert signal_handling._SIGCHLD_handler_set and signal.getsignal(signal.SIGCHLD) == handler
+    assert not signal_handling._SIGCHLD_handler_set and signal.getsignal(signal.SIGCHLD) == handler
 
 
 @pytest.mark.parametrize("read", [(0,), (0, 2, 4, 6)], ids=["left", "failed"])

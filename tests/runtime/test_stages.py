@@ -222,8 +222,6 @@ def test_a_trace_has_every_action_of_every_rank_in_its_order(tmp_path: Path) -> 
     for rank, role in enumerate(expected.values()):
         second = [e for e in spans[rank] if e["args"]["step"] == 2]
         names = [e["name"] for e in second if e["name"] != "sends"]
-        if rank == 1:  # its last gradients of weights come after what it sends
-            assert names.pop(names.index("1SEND_B3") + 1) == "1B3"
         assert names == [str(action) for action in role.actions]
         assert {e["name"][1:5] for e in second if e["cat"] == "wait"} - {"ends"} == {"RECV"}
         ends = [e["ts"] + e["dur"] for e in second]

@@ -77,7 +77,7 @@ def test_sums_wait_for_the_last_microbatch(tmp_path: Path) -> None:
 
 def test_sums_of_a_stage_begin_in_its_last_backward(tmp_path: Path) -> None:
     found = sums(net(tmp_path, stages=True))
-    assert found == [["0B1"] * 2, ["1B1"]]
+    assert found == [["0B1"] * 2, ["1W1"]], "the last stage sends first, and then makes gradients of weights"
 
 
 def test_a_gradient_of_two_parts_is_summed_once_both_are_added(tmp_path: Path) -> None:

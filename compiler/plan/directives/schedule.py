@@ -22,7 +22,7 @@ from ....grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ....grammar.nearest import did_you_mean, listed, nearest
 from ....grammar.source import Source
 from ....grammar.syntax import String
-from ...schedules import MOST_WORK, SCHEDULES, problem, timelines
+from ...schedules import MOST_WORK, SCHEDULES, V_SHAPES, problem, timelines
 from ...schedules.messages import Endless
 from ...schedules.table import RowError
 from ...sizes.size_range import BATCH
@@ -50,11 +50,19 @@ class Schedule(Directive):
     has V stages (`chunks V`): ranks are idle for less time, and send more messages; the number of microbatches must be
     a multiple of the ranks. `gpipe` and `looped` take any number of microbatches.
 
+    In other schedules a backward is two actions: `I` makes the gradients that another stage waits for, and `W` those of
+    weights, later. `zb-h1` is `1f1b` so, with less idle time and the memory of its first rank; `zb-h2` has even less
+    idle time and twice the memory (at least twice as many microbatches as ranks); `interleaved-zb` is `interleaved`
+    so. In V shapes each rank has two stages, rank r of p those of numbers r and 2p - 1 - r; `chunks` is 2 and need not
+    be written. `zbv` has the memory of `1f1b` and hardly any idle time, `v-half` about half of the activations, `v-min`
+    a third. `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
+    stages).
+
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
-    with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`. The lines may stand in any order, and
-    `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after it; lines such as `stages of rank
-    0: 0 3` say otherwise. `looped` is a table that parc ships (breadth first: a rank's chunks one after the other):
-    `schedule looped microbatches 8 chunks 2`.
+    with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
+    lines may stand in any order, and `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after
+    it; lines such as `stages of rank 0: 0 3` say otherwise. `looped` is a table that parc ships (breadth first: a
+    rank's chunks one after the other): `schedule looped microbatches 8 chunks 2`.
 
     `accumulate bf16` adds up the gradients of microbatches in bfloat16: they take half the memory, and every sum is
     rounded. By default, `accumulate fp32`, gradients keep their own type: those of float64 weights are added up in
@@ -71,7 +79,7 @@ class Schedule(Directive):
     name: str = argument(lambda line: TABLE_WORD if TABLE_WORD in line else line.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
     microbatches: int = argument(lambda line: int(line.number("microbatches", 1)))
-    chunks: int = argument(lambda line: int(line.number("chunks", 1)))
+    chunks: int = argument(lambda line: int(line.number("chunks", 2 if line.text("schedule") in V_SHAPES else 1)))
     accumulate: str = argument(lambda line: line.text("accumulate", "fp32"))
     table: str = argument(lambda line: next((i.text for i in line.items(TABLE_WORD) if isinstance(i, String)), ""))
 
@@ -108,7 +116,7 @@ class Schedule(Directive):
             related: tuple[Label, ...] = ()
             if isinstance(error, RowError) and error.shown:
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
-            help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
+            help_ = "list `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):
                 help_ = "put work that other ranks wait for before work that waits for them"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None

@@ -21,13 +21,14 @@ class Stage(Directive):
 
     `before M` begins a stage at the first operator of module `M`; `after out(M)` begins one behind its last operator. A
     name or pattern makes a cut at each module that it matches, in the order in which the model runs them. Several lines
-    add up, in any order. `balanced` chooses the cuts: the largest stage has as few operations as possible; among such
-    choices, the largest stage needs the least memory.
+    add up, in any order. `balanced` chooses the cuts: the busiest rank has as few operations as possible in all
+    its stages; among such choices, the fullest rank needs the least memory, with as many microbatches of each stage as
+    the schedule keeps; among those, stages are as even as possible. This is exact where each rank has one stage.
 
     Stages are numbered from 0. An axis of p ranks with v chunks on each rank has p x v stages, so there is one cut
-    fewer than that; stage k runs on the ranks with number k modulo p. Stages may be of unequal size; an embedding or a
-    head may be a stage of its own. Nothing else can be placed over this axis. Over an axis of size 1 there are no
-    stages.
+    fewer than that; stage k runs on the ranks with number k modulo p, or where the schedule says. Stages may be of
+    unequal size; an embedding or a head may be a stage of its own. Nothing else can be placed over this axis. Over an
+    axis of size 1 there are no stages.
     """
 
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"
