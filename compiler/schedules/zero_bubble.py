@@ -82,8 +82,9 @@ def weights_later(
 
 
 def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tuple[Action, ...], ...]:
-    """Return the work of each rank with I and W in the place of every B whose result another rank waits for, while no
-    other microbatch of its own rank waits for backward: then W delays nobody, and takes no memory beside others.
+    """Return the work of each rank with I and W in the place of a B whose result another rank waits for, in two cases:
+    no other microbatch of its own rank waits for backward, so that W delays nobody, and takes no memory beside others;
+    or it is the last of its stage, whose gradients are summed over data ranks before the rank goes on.
 
     >>> rows = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
     >>> work = [[Action.parse(word) for word in row.split()] for row in rows]
@@ -93,6 +94,7 @@ def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tup
     to, split = ACTIONS[BACKWARD].to, list[tuple[Action, ...]]()
     for actions in work:
         order, waiting = list[Action](), set[tuple[int, int]]()
+        last = {action.stage: action for action in actions if action.accumulates}
         for action in actions:
             piece, neighbour = (action.stage, action.microbatch), action.stage + to
             if action.kind == FORWARD:
@@ -100,7 +102,7 @@ def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tup
             elif action.accumulates:
                 waiting.discard(piece)
             sends = neighbour >= 0 and ranks[neighbour] != ranks[action.stage]
-            alone = action.kind == BACKWARD and sends and not waiting
+            alone = action.kind == BACKWARD and sends and (not waiting or last[action.stage] == action)
             kinds = phases_of(BACKWARD) if alone else (action.kind,)
             order += (Action(action.stage, kind, action.microbatch) for kind in kinds)
         split.append(tuple(order))
