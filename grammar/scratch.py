@@ -93,12 +93,14 @@ def watched_line(folder: Path) -> int:
     """Return an open file, from which a read returns when the line of a folder breaks; -1 if it is broken."""
     try:
         reader = os.open(folder / line(), os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:  # its holder has ended, and removed it
+        return -1
+    try:
         os.read(reader, 1)
     except BlockingIOError:
         os.set_blocking(reader, True)
         return reader
-    except FileNotFoundError:  # its holder has ended, and removed it
-        pass
+    os.close(reader)  # else the folder would be taken for one that this process still uses
     return -1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from parc.cli import main
 from parc.grammar.diagnostics import PlanError
-from parc.grammar.scratch import line, line_held, remove_left, scratch, watched_line
+from parc.grammar.scratch import line, line_held, remove_if_left, remove_left, scratch, watched_line
 from parc.runtime.launch.lifeline import Lifeline
 from parc.runtime.launch.voices import VOICES
 from parc.runtime.ranks.faults import RunError
@@ -87,6 +87,16 @@ def test_a_rank_leaves_the_folder_to_those_that_still_watch(tmp_path: Path, monk
     os.kill(other.pid or 0, signal.SIGCONT)
     other.join(30)
     rank.remove_traces()
+    assert not folder.exists()
+
+
+def test_a_rank_that_begins_behind_the_end_of_its_launcher_uses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with line_held(folder):
+        pass
+    assert watched_line(folder) == -1
+    remove_if_left(folder)
     assert not folder.exists()
 
 
