@@ -80,18 +80,18 @@ class OwnRow:
         dotted = [len(x.dims) - len(term) + 1 for x, term in zip(values, self.operands, strict=True) if _dots(term)]
         rows = [_labels(term, len(x.dims) - len(term) + 1) for x, term in zip(values, self.operands, strict=True)]
         known = {name for row in rows for name in row}
-        made = []
+        results: list[Value] = []
         for at, term in enumerate(self.results):
             result = _labels(term, max(dotted, default=0))
             more: dict[Hashable, int] = {
                 name: shapes[at][dim] for dim, name in enumerate(result) if shapes and name not in known
             }
             if self.linear:
-                made.append(self._sum(t, (at, facts), values, rows, result, more))
+                results.append(self._sum(t, (at, facts), values, rows, result, more))
             else:
                 looked = [name for name in known if name[0] in self.whole or name not in result]
-                made.append(t.opaque(self.op, (at, facts), values, rows, result, sorted(looked), more))
-        return tuple(made)
+                results.append(t.opaque(self.op, (at, facts), values, rows, result, sorted(looked), more))
+        return tuple(results)
 
     def _sum(
         self,
@@ -121,11 +121,11 @@ class OwnRow:
         others = [at for at in range(len(values)) if at not in self.linear]
         labels = list(dict.fromkeys(name for at in others for name in rows[at]))
         looked = [name for name in labels if name[0] in self.whole]
-        own = [name for row in (*(inside[at] for at in self.linear), outside) for name in row if name in lengths]
-        reads = [*(name for name in labels if name not in looked), *dict.fromkeys(own)]
+        counted = [name for row in (*(inside[at] for at in self.linear), outside) for name in row if name in lengths]
+        reads = [*(name for name in labels if name not in looked), *dict.fromkeys(counted)]
         kernel = t.opaque(
-            self.op, (facts, tuple(lengths[name] for name in dict.fromkeys(own))), [values[at] for at in others],
-            [rows[at] for at in others], reads, looked, {name: lengths[name] for name in own},
+            self.op, (facts, tuple(lengths[name] for name in dict.fromkeys(counted))), [values[at] for at in others],
+            [rows[at] for at in others], reads, looked, {name: lengths[name] for name in counted},
         )  # fmt: skip
         factors = [values[at] for at in sorted(self.linear)]
         return t.product([kernel, *factors], [reads, *(inside[at] for at in sorted(self.linear))], outside)
@@ -135,8 +135,8 @@ class OwnRow:
         items = self.known(call)
         if self.number is not None:
             return call.tensors.constant(number(self.number), call.line.types[0].local)
-        made = self.results_of(call.tensors, items, [type_.local for type_ in call.line.types])
-        return made[0] if len(made) == 1 else made
+        results = self.results_of(call.tensors, items, [type_.local for type_ in call.line.types])
+        return results[0] if len(results) == 1 else results
 
     def gradients(self, call: Call, g: Value, y: Value) -> Gradients:
         """Return the gradients of the tensors of a line, as the registered text says."""
@@ -190,7 +190,7 @@ def read_own(rows: Any) -> dict[str, OwnRow]:
     Raises:
         Refused: one is none, or of an operator that is not a person's own.
     """
-    own: dict[str, OwnRow] = {}
+    by_name: dict[str, OwnRow] = {}
     try:
         for op, facts in dict(rows).items():
             if not _NAME.fullmatch(op):
@@ -203,14 +203,14 @@ def read_own(rows: Any) -> dict[str, OwnRow]:
             if len(gradient := str(facts["gradient"])) > _LONGEST:
                 raise ValueError(f"the gradient of {op} has {len(gradient)} letters")
             text = f"`{facts['rule']}`" + (f" with the gradient `{gradient}`" if gradient else "")
-            own[op] = OwnRow(
+            by_name[op] = OwnRow(
                 op, names, dict(facts["defaults"]), operands, results, linear, gradient, text, facts["number"]
             )
-        for row in own.values():
-            row.slope = _slope(row.gradient, own) if row.gradient else None
+        for row in by_name.values():
+            row.slope = _slope(row.gradient, by_name) if row.gradient else None
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         raise Refused(f"manifest.json: its operators are none: {error}") from None
-    return own
+    return by_name
 
 
 def _term(text: str) -> Term:
@@ -257,8 +257,8 @@ def _part(node: ast.expr, own: Mapping[str, OwnRow]) -> _Part:
         if row is not None:
             return row.results_of(call.tensors, row.named(args, {}))
         # of a row that reads types, nothing comes: there is no line that has them
-        made = ROWS[op](Call(call.tensors, call.line._replace(op=op, kwargs={}, types=()), args))
-        return (made,) if isinstance(made, Value) else made
+        results = ROWS[op](Call(call.tensors, call.line._replace(op=op, kwargs={}, types=()), args))
+        return (results,) if isinstance(results, Value) else results
 
     return of_operator
 

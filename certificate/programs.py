@@ -189,8 +189,8 @@ class Reader:
         Raises:
             Refused: it has no row, or its results have other shapes than the line says.
         """
-        own = self.own.get(line.op)
-        function = own.row if own is not None else ROWS.get(line.op)
+        registered = self.own.get(line.op)
+        function = registered.row if registered is not None else ROWS.get(line.op)
         if function is None:
             raise Refused(f"no rule for `{line.op}`")
         call = self.call(line, values, types)
@@ -377,8 +377,8 @@ class Reader:
             grads = [self._sum(total.pop(name, [])) for name in call.line.results]
             if all(g is None for g in grads):
                 continue
-            own = self.own.get(call.line.op)
-            slope = own.gradients if own is not None else SLOPES.get(call.line.op)
+            registered = self.own.get(call.line.op)
+            slope = registered.gradients if registered is not None else SLOPES.get(call.line.op)
             if slope is None:
                 raise Refused(f"model.py:{call.line.row}: no derivative for `{call.line.op}` ({call.line.origin})")
             try:

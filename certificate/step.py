@@ -408,10 +408,10 @@ class Step:
                     for key, total in sums.items()
                 }
                 at_end = self.run(program, {**read[done[-1]], **before}, function=last)
-                made = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
-                if _bound("sent", at_end.values) != _bound("sent", made):
+                usual = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
+                if _bound("sent", at_end.values) != _bound("sent", usual):
                     raise Refused(f"{program.file}: the last backward sends in another order")
-                sums |= self._last(program, at_end, made)
+                sums |= self._last(program, at_end, usual)
                 self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
             gradients = self.partial[role]
             for key, value in sums.items():

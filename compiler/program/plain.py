@@ -16,7 +16,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import Split, TensorType
 from .actions import ACTIONS, BACKWARD, INPUT_GRADIENTS, REDUCE, UNSHARD, WEIGHT_GRADIENTS
 from .binding import UNSCALE, Binding
-from .program import Function, Line, Program, Ref, Value, needed
+from .program import Function, Line, Program, Ref, Value, needed, remembered
 from .rewriter import Rewriter
 from .step_values import residual, residual_of
 
@@ -205,7 +205,8 @@ def whole_backwards(programs: Mapping[str, Program], blocks: Mapping[str, Functi
     """
     phases = (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
     whole = {key: program for key, program in programs.items() if program.action not in phases}
-    for stage in dict.fromkeys(key[:-1] for key, program in programs.items() if program.action in phases):
+    split = (key.removesuffix(program.action) for key, program in programs.items() if program.action in phases)
+    for stage in dict.fromkeys(split):
         inputs, weights = (programs.get(f"{stage}{phase}") for phase in phases)
         if inputs is None or weights is None:
             raise SplitFault(f"stage {stage or 0} has only one of {' and '.join(phases)}")
@@ -232,7 +233,8 @@ def whole_steps(roles: Mapping[str, Mapping[str, Program]]) -> dict[str, dict[st
     return whole
 
 
-def _synchronous(function: Function) -> list[Line]:
+@remembered
+def synchronous(function: Function) -> Sequence[Line]:
     """Return the lines of a function, with a message that it starts and awaits as one line, where it awaits it."""
     started = {value.name: line for line in function.lines if MESSAGE in dict(line.kwargs) for value in line.made}
     awaited = {line.uses[0]: line for line in function.lines if line.op == WAIT and line.uses[0] in started}
@@ -271,7 +273,7 @@ class _Joined:
         mains = [self._main(main) for main in self.weights.mains]
         if self.backward is not None:
             main = self.backward.main
-            if _same_work(mains[-1]) != _same_work(replace(main, lines=tuple(_synchronous(main)))):
+            if _same_work(mains[-1]) != _same_work(replace(main, lines=tuple(synchronous(main)))):
                 raise self.fault(f"do other work than {BACKWARD}")
             mains = mains if len(mains) > 1 else [*self.backward.mains]
         called = dict.fromkeys(line.op for main in mains for line in main.lines if line.calls_function)
@@ -294,7 +296,7 @@ class _Joined:
         make the results by which they are known."""
         functions = [first] if second is None else [first, second]
         alike: dict[str, Line] = {}
-        for line in (line for function in functions for line in _synchronous(function)):
+        for line in (line for function in functions for line in synchronous(function)):
             name = line.made[0].name
             if name not in calls and alike.setdefault(name, line) != line:
                 raise self.fault(f"make `{name}` by different lines")
@@ -345,10 +347,10 @@ class _Joined:
             results |= {name: value for (_, name), value in zip(function.returns, line.results, strict=True)}
             ends |= {name: key for key, name in function.returns}
         of_pair = Counter(pair[1][0].uses if len(pair) > 1 else ())
-        own = [name for name, value in results.items() if value is None or read[value.name] > of_pair[value.name]]
+        outside = [name for name, value in results.items() if value is None or read[value.name] > of_pair[value.name]]
         name = re.sub(_PHASE, r"\1", pair[0][0].op)
-        lines, _ = needed(self._together(pair[0][1], pair[1][1] if len(pair) > 1 else None), own)
-        whole = Function(name, tuple(parameters.values()), lines, tuple((ends[label], label) for label in own))
+        lines, _ = needed(self._together(pair[0][1], pair[1][1] if len(pair) > 1 else None), outside)
+        whole = Function(name, tuple(parameters.values()), lines, tuple((ends[label], label) for label in outside))
         known_function = self.functions.setdefault(name, whole)
         if _same_work(known_function) != _same_work(whole):
             raise self.fault(f"`{pair[0][0].op}` is a half of another `{name}`")
@@ -379,7 +381,7 @@ class _Joined:
 def _same_work(function: Function) -> object:
     """Return all that a function does, without the order of lines and parameters."""
     parameters = {value.name: value for value in function.parameters}
-    return function.name, parameters, _by_results(_synchronous(function)), {*function.returns}
+    return function.name, parameters, _by_results(synchronous(function)), {*function.returns}
 
 
 # ---- rings: all-gathers of keys and values, attention, and reduce-scatters of their gradients

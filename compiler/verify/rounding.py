@@ -19,19 +19,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from ..analysis.dataflow import Question, follow, questions
 from ..analysis.torch_runs import operators_of
-from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
+from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, REDUCE, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
+from ..program.plain import synchronous
 from ..program.program import Fault, Function, Line, Program, Value, needed
 from .lines import follow_with_faults
 
@@ -63,13 +63,7 @@ def check_recomputed(programs: Mapping[str, Program]) -> Iterator[Fault]:
 
 def _sync_makers(function: Function) -> dict[str, Line]:
     """Return the line that makes each value, with an asynchronous collective and its wait as one collective."""
-    makers = dict(function.makers)
-    started = {name: line for name, line in makers.items() if MESSAGE in dict(line.kwargs)}
-    for name, line in function.makers.items():
-        if line.op == WAIT and (start := started.get(line.uses[0])) is not None:
-            kwargs = tuple((key, item) for key, item in start.kwargs if key != MESSAGE)
-            makers[name] = replace(start, results=line.results, kwargs=kwargs)
-    return {name: line for name, line in makers.items() if name not in started}
+    return {value.name: line for line in synchronous(function) for value in line.made}
 
 
 def _computation(line: Line | None) -> tuple[object, ...] | None:

@@ -54,8 +54,10 @@ def sum_early(programs: Programs, microbatches: int, pipeline: Pipeline | None =
     """
     changed, reduce = dict(programs), Rewriter(programs[REDUCE].mesh, programs[REDUCE].main)
     sums = {one.gradient.binding: one for one in _sums(reduce.source)}
-    work = {key: program for key, program in programs.items() if ACTIONS[program.action].works
-            and (pipeline is None or program.action == pipeline.kinds[int(key[:-1])][-1])}  # fmt: skip
+    work = {key: program for key, program in programs.items() if ACTIONS[program.action].works}
+    if pipeline is not None:
+        ends = [f"{stage}{kinds[-1]}" for stage, kinds in enumerate(pipeline.kinds)]
+        work = {key: program for key, program in work.items() if key in ends}
     stages = Counter(key for program in work.values() for key, _ in program.main.returns)
     for at, program in work.items():
         names = Counter(name for _, name in program.main.returns)

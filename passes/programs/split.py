@@ -93,8 +93,8 @@ class _Split:
         block's backward makes for the next."""
         sent = {name for key, name in self.main.returns if key.kind != "gradient"}
         calls = (line for line in self.main.lines if line.calls_function)
-        made = {name for line in calls for name in line.uses if name in self.main.makers and name not in self.remade}
-        return sent or made
+        between = {name for line in calls for name in line.uses if name in self.main.makers and name not in self.remade}
+        return sent or between
 
     def programs(self) -> tuple[Program, Program]:
         """Return I and W."""
@@ -110,10 +110,10 @@ class _Split:
                 self._divide(line, [value is not None and value.name in wanted for value in line.results])
         gradients = [pair for pair in main.returns if pair[0].kind == "gradient"]
         self.second.lines = self._with_remade(self.second.lines, [name for _, name in gradients])
-        made = {value.name: value for line in self.second.lines for value in line.made}
+        computed = {value.name for line in self.second.lines for value in line.made}
         read = dict.fromkeys([*(name for line in self.second.lines for name in line.uses), *(n for _, n in gradients)])
         first = {**self.values, **{value.name: value for line in self.first.lines for value in line.made}}
-        deferred = [name for name in read if name not in made and name not in self.lasting]
+        deferred = [name for name in read if name not in computed and name not in self.lasting]
         inputs = [pair for pair in main.returns if pair[0].kind != "gradient"]
         inputs += [(Binding("deferred", name), name) for name in deferred]
         used = {name for line in self.first.lines for name in line.uses} | {name for _, name in inputs}
@@ -167,8 +167,8 @@ class _Split:
         results = {label: value for (_, label), value in zip(callee.returns, line.results, strict=True)}
         key = callee.name, tuple(wanted), free
         if key not in self.halves:
-            own = [label for (_, label), is_wanted in zip(callee.returns, wanted, strict=True) if is_wanted]
-            self.halves[key] = self._halves(callee, own, free)
+            of_inputs = [label for (_, label), is_wanted in zip(callee.returns, wanted, strict=True) if is_wanted]
+            self.halves[key] = self._halves(callee, of_inputs, free)
         halves = self.halves[key]
         prefix = next(value.name for value in line.made)
         for label in halves.deferred:
@@ -180,8 +180,8 @@ class _Split:
 
         def call(function: Function) -> Line:
             arguments = tuple(Ref(there[value.name]) for value in function.parameters)
-            made = tuple(results[label] for _, label in function.returns)
-            return Line(made, function.name, arguments, line.kwargs, line.origin)
+            returned = tuple(results[label] for _, label in function.returns)
+            return Line(returned, function.name, arguments, line.kwargs, line.origin)
 
         self.first.functions[halves.inputs.name] = halves.inputs
         self.first.lines.append(call(halves.inputs))
@@ -189,13 +189,13 @@ class _Split:
             self.second.functions[halves.weights.name] = halves.weights
             self.second.lines.append(call(halves.weights))
 
-    def _halves(self, callee: Function, own: Collection[str], free: Collection[str]) -> _Halves:
-        """Return a block's backward as two functions: the first returns the ``own`` results. W may read the ``free``
+    def _halves(self, callee: Function, first_results: Collection[str], free: Collection[str]) -> _Halves:
+        """Return a block's backward as two functions: the first returns ``first_results``. W may read the ``free``
         parameters again."""
         parameters, makers, values = {v.name for v in callee.parameters}, callee.makers, callee.values()
-        inside, _ = needed(callee.lines, own)
+        inside, _ = needed(callee.lines, first_results)
         of_inputs = {id(line) for line in inside}
-        targets = [name for _, name in callee.returns if name not in own]
+        targets = [name for _, name in callee.returns if name not in first_results]
 
         def size(name: str) -> int | None:
             maker = makers.get(name)
@@ -213,22 +213,22 @@ class _Split:
         reached = [name for name in values if name in read or name in targets]
         cut = fewest_bytes(targets, reached, lambda name: makers[name].uses if name in makers else (), size, remade)
         behind = _lines_behind(callee, [name for name in targets if name not in cut or name in parameters], cut)
-        handed = [name for name in cut if name not in parameters]
-        handed = [name for name in values if name in handed]  # in the order of lines
-        first, used = needed(callee.lines, [*own, *handed])
+        handed = [name for name in values if name in cut and name not in parameters]  # in the order of lines
+        first, used = needed(callee.lines, [*first_results, *handed])
         title = self.function_names.fresh(f"{callee.name}_inputs")
         numbered = title.removeprefix(f"{callee.name}_inputs")
+        made_first = [*(name for _, name in callee.returns if name in first_results), *handed]
         inputs = Function(
             title, tuple(v for v in callee.parameters if v.name in used), first,
-            tuple((Binding("value", name), name) for name in (*(n for _, n in callee.returns if n in own), *handed)),
+            tuple((Binding("value", name), name) for name in made_first),
         )  # fmt: skip
         returned = [name for _, name in callee.returns if name in targets and (name not in cut or name in parameters)]
         reads = {name for line in behind for name in line.uses} | {*returned}
-        made = {value.name for line in behind for value in line.made}
+        computed = {value.name for line in behind for value in line.made}
         weights = Function(
             f"{callee.name}_weights{numbered}",
             (*(v for v in callee.parameters if v.name in reads),
-             *(replace(values[name], binding=None) for name in handed if name in reads - made)),
+             *(replace(values[name], binding=None) for name in handed if name in reads - computed)),
             behind, tuple((Binding("value", name), name) for name in returned),
         )  # fmt: skip
         return _Halves(inputs, weights if returned else None, tuple(handed))
