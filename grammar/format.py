@@ -72,6 +72,8 @@ def format_item(item: Item | Dim) -> str:
             return (name.text if name is not None else "") + "".join(f"/{format_item(axis)}" for axis in axes) + after
         case syntax.Range(low, high):
             return f"{format_item(low)}..{format_item(high)}"
+        case syntax.Open(values):
+            return " | ".join(map(format_item, values)) or "?"
         case syntax.Call(name, arguments):
             return f"{name}({', '.join(map(format_item, arguments))})"
         case syntax.Layout(dims):

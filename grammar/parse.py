@@ -25,6 +25,7 @@ from .syntax import (
     Item,
     Layout,
     Number,
+    Open,
     Phrase,
     Range,
     Setting,
@@ -241,6 +242,9 @@ class _Builder(Transformer[Token, Statement]):
         low, high = children
         return Range(low, high, self._span(meta))
 
+    def open(self, meta: Meta, values: list[Any]) -> Open:
+        return Open(tuple(values), self._span(meta))
+
     def call(self, meta: Meta, children: list[Any]) -> Call:
         name, *arguments = children
         return Call(name[:-1], tuple(item for item in arguments if item is not None), self._span(meta))
@@ -330,7 +334,12 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("seed .", "`.` stands alone", "paths are written without spaces: `blocks.0.attn`"),
     Mistake("seed @", "`@` is not used", "see the directive's usage in docs/language.md"),
     Mistake("seed -", "`-` stands alone", "a negative number has no space in it: `-100`"),
-    Mistake("seed ?", "`?` stands alone", "write it directly after a pattern: `blocks.*.bias?`"),
+    Mistake("let x=1 |", "nothing follows the `|`", "write the next value, or drop it: `let tp = 1 | 2 | 4`"),
+    Mistake("let x=1 | ?", "`?` stands alone", "write values, `1 | 2 | 4`, or `?` alone: what the ranks leave"),
+    Mistake("seed |", "`|` is not used here", "a choice of values stands in a `let`: `let tp = 1 | 2 | 4`"),
+    Mistake(
+        "seed ?", "`?` stands alone", "write it directly after a pattern, `blocks.*.bias?`, or in a `let`: `let dp = ?`"
+    ),
 )
 
 

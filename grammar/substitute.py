@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .codes import BAD_VALUE, NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
 from .diagnostics import Diagnostic, Label, Severity
@@ -20,6 +20,7 @@ from .syntax import (
     Item,
     Layout,
     Number,
+    Open,
     Phrase,
     Range,
     Setting,
@@ -36,6 +37,33 @@ LetValue = Number | Word | String | Range
 
 
 @dataclass(frozen=True, slots=True)
+class OpenLet:
+    """A name of a `let` whose value is chosen later: one of ``values``, or, without any, what the ranks leave."""
+
+    name: str
+    values: tuple[LetValue, ...]
+    span: Span
+    """The place of the values."""
+
+    @property
+    def text(self) -> str:
+        """The values as written: ``1 | 2 | 4``."""
+        return " | ".join(value.span.text for value in self.values) or "?"
+
+
+class Substituted(NamedTuple):
+    """The statements of a file without ``$name``. Where a `let` is ``open``, its first value stands for it, 1 for
+    ``?``, and ``uses`` are the statements that read such names, each with these."""
+
+    statements: tuple[Statement, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    open: tuple[OpenLet, ...]
+    uses: tuple[tuple[Statement, frozenset[str]], ...]
+    settings: tuple[tuple[Setting, frozenset[str]], ...]
+    """The pairs ``name=value`` that read such names, with these."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Override:
     """The value of a ``-D`` or an include's argument, or None if it is no value; ``said`` is its name in messages."""
 
@@ -46,15 +74,17 @@ class _Override:
 
 
 def substitute(
-    statements: Sequence[Statement], defines: Mapping[str, str], include_arguments: Sequence[Setting] = ()
-) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
+    statements: Sequence[Statement], defines: Mapping[str, str], include_arguments: Sequence[Setting] = (),
+    open_arguments: Mapping[str, frozenset[str]] | None = None,
+) -> Substituted:  # fmt: skip
     """Replace every ``$name``. ``defines`` (from ``-D``) and ``include_arguments`` (if this file is included) override
-    the values of ``let``, and nothing else.
+    the values of ``let``, and nothing else. ``open_arguments`` are those whose values are chosen later, each with
+    the names that choose it.
 
     Statements that cannot be replaced are left out, with a diagnostic. A value keeps the span of its use, so later
     messages point at the line that uses it.
     """
-    scope = _Scope()
+    scope = _Scope(open_arguments or {})
     overrides = {name: _define(name, text) for name, text in defines.items()}
     overrides.update((binding.name.text, _argument(binding)) for binding in include_arguments)
     values = {name: override.value for name, override in overrides.items()}
@@ -73,7 +103,10 @@ def substitute(
             scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(override.span), help=override.help))
     result = [scope.lets.get(id(statement)) or scope.statement(statement) for statement in statements]
     scope.report_unused()
-    return tuple(statement for statement in result if statement), tuple(scope.diagnostics)
+    kept = tuple(statement for statement in result if statement)
+    return Substituted(
+        kept, tuple(scope.diagnostics), tuple(scope.open.values()), tuple(scope.uses), tuple(scope.settings)
+    )
 
 
 def _define(name: str, text: str) -> _Override:
@@ -99,11 +132,17 @@ def _argument(binding: Setting) -> _Override:
 class _Scope:
     """The names known so far, and the walk that replaces them."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_arguments: Mapping[str, frozenset[str]]) -> None:
+        self._open_arguments = open_arguments
         self.values: dict[str, LetValue] = {}
         self.spans: dict[str, Span] = {}
         self.lets: dict[int, Statement] = {}
         self.diagnostics: list[Diagnostic] = []
+        self.open: dict[str, OpenLet] = {}
+        self.uses: list[tuple[Statement, frozenset[str]]] = []
+        self.settings: list[tuple[Setting, frozenset[str]]] = []
+        self._open_in: dict[str, frozenset[str]] = {}  # the open names that the value of each name depends on
+        self._read: frozenset[str] = frozenset()  # those that the value or the statement at hand depends on
         self._failed: set[str] = set()
         self._used: set[str] = set()
         self._complete = True  # whether every name of the current statement was replaced
@@ -126,12 +165,14 @@ class _Scope:
             )
             return binding
         self.spans[name] = binding.name.span
-        before = len(self.diagnostics)
+        before, self._read = len(self.diagnostics), frozenset()
         value = self._item(binding.value)
-        if not isinstance(value, LetValue):
+        if isinstance(value, Open) and not all(isinstance(one, LetValue) for one in value.values):
+            value = next(one for one in value.values if not isinstance(one, LetValue))
+        if not isinstance(value, LetValue | Open):
             self._failed.add(name)
             if len(self.diagnostics) == before:
-                message = f"`{name}` is {KIND_NAMES[type(value)]}: a `let` holds a number, a word, a string or a range"
+                message = f"`{name}` is {KIND_NAMES[type(value)]}: a `let` holds numbers, words, strings or ranges"
                 help_ = "write such a value after `=`"
                 self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(binding.value.span), help=help_))
             return binding
@@ -139,7 +180,15 @@ class _Scope:
         if override is not None:
             # what replaces a string is a string, even where it would read as a word or a number
             value = override if not isinstance(value, String) else String(_text_in_string(override), override.span)
+            self._read = self._open_arguments.get(name, frozenset())
+        elif isinstance(value, Open):
+            alternatives = tuple(one for one in value.values if isinstance(one, LetValue))
+            self.open[name] = OpenLet(name, alternatives, value.span)
+            self._read |= {name}
+            value = alternatives[0] if alternatives else Number("1", value.span)
+        assert isinstance(value, LetValue)
         self.values[name] = value
+        self._open_in[name] = self._read
         return replace(binding, value=value)
 
     def report_unused(self) -> None:
@@ -154,9 +203,11 @@ class _Scope:
 
     def statement(self, statement: Statement) -> Statement | None:
         """Return the statement without ``$name``, or None if one of them has no value that fits."""
-        self._complete = True
+        self._complete, self._read = True, frozenset()
         added = tuple(tuple(map(self._phrase, term)) for term in statement.added)
         result = replace(statement, phrases=tuple(map(self._phrase, statement.phrases)), added=added)
+        if self._read and self._complete:
+            self.uses.append((result, self._read))
         return result if self._complete else None
 
     def _phrase(self, phrase: Phrase) -> Phrase:
@@ -171,7 +222,14 @@ class _Scope:
         if isinstance(item, Word):
             return self._name(item)
         if isinstance(item, Setting):
-            return replace(item, name=self._name(item.name), value=self._item(item.value))
+            before, self._read = self._read, frozenset()
+            setting = replace(item, name=self._name(item.name), value=self._item(item.value))
+            if self._read:
+                self.settings.append((setting, self._read))
+            self._read |= before
+            return setting
+        if isinstance(item, Open):
+            return replace(item, values=tuple(map(self._item, item.values)))
         if isinstance(item, SplitItem):
             name = None if item.name is None else self._name(item.name)
             axes = tuple(self._needed(axis, (Word, Var), "an axis name") for axis in item.axes)
@@ -230,6 +288,7 @@ class _Scope:
     def _find(self, name: str, span: Span) -> LetValue | None:
         self._used.add(name)
         if name in self.values:
+            self._read |= self._open_in[name]
             return self.values[name]
         self._complete = False
         if name not in self._failed:

@@ -143,6 +143,14 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """``1 | 2 | 4``: a value that is chosen later; without values, ``?``, it is what the ranks leave."""
+
+    values: tuple[Item, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """``name(argument, ...)``."""
 
@@ -183,7 +191,7 @@ class Group:
     span: Span = field(compare=False, repr=False)
 
 
-Item: TypeAlias = Word | Number | String | Var | Ellipsis | Setting | SplitItem | Range | Call | Layout | Group
+Item: TypeAlias = Word | Number | String | Var | Ellipsis | Setting | SplitItem | Range | Open | Call | Layout | Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,7 @@ KIND_NAMES: dict[type, str] = {
     Setting: "`name=value`",
     SplitItem: "a split",
     Range: "a range",
+    Open: "a choice",
     Call: "a call",
     Layout: "a layout in `[]`",
     Group: "a group in `()`",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
@@ -15,7 +15,7 @@ from parc.compiler.layout.mesh import UnevenNodes, node_levels
 from parc.compiling.compiled import Compiled
 from parc.grammar.codes import NODE_ORDER
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
-from parc.step_time import price, seconds_on, seconds_text
+from parc.step_time import PricedStep, price, seconds_text, step_on
 
 _LEAST_GAIN = 0.05
 """The part of a step from which another order is worth a warning."""
@@ -34,25 +34,33 @@ def cheaper_orders(compiled: Compiled) -> Iterator[Diagnostic]:
         now = price(build, plan, cluster)
     except ClusterError:
         return  # `--time` says it
-    least = (1 - _LEAST_GAIN) * now.time.seconds
-    if seconds_on(now, replace(now.links, cluster=_with_free_messages(now.cluster))) > least:
-        return
-    groups = {compiled.mesh.spread(placed.message.axes) for role in build.roles.values()
-              for _, placed in placed_messages(role)}  # fmt: skip
-    alike: dict[object, tuple[tuple[str, ...], Links]] = {}
-    for order in _orders(compiled, now.node):
-        links = replace(now.links, order=compiled.mesh.spread(order))
-        alike.setdefault(tuple(links.place(axes) for axes in sorted(groups)), (order, links))
-    times = {order: seconds_on(now, links) for order, links in alike.values()}
-    best = min(times, key=times.__getitem__, default=())
-    if best and times[best] < least:
+    best, then = best_order(compiled, now, _LEAST_GAIN)
+    if then.time.seconds < (1 - _LEAST_GAIN) * now.time.seconds:
         axes = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in best)
         yield Diagnostic(
             NODE_ORDER,
             f"a step takes {seconds_text(now.time.seconds)} on `{plan.cluster.name}`, and"
-            f" {seconds_text(times[best])} in another order of the mesh",
+            f" {seconds_text(then.time.seconds)} in another order of the mesh",
             Label(plan.mesh_spans[best[-1]]), help=f"write `mesh {axes}`", severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def best_order(compiled: Compiled, now: PricedStep, least_gain: float = 0.0) -> tuple[Sequence[str], PricedStep]:
+    """Return the order of the mesh's axes that makes a step shortest, and the step in this order. It is the order of
+    the plan where no messages at all would gain less than a part of the step, or the mesh has too many axes."""
+    order = compiled.plan.mesh.names
+    free = replace(now.links, cluster=_with_free_messages(now.cluster))
+    too_many = len(order) > _MOST_AXES
+    if too_many or step_on(now, free).time.seconds > (1 - least_gain) * now.time.seconds:
+        return order, now
+    groups = {compiled.mesh.spread(placed.message.axes) for role in compiled.build.roles.values()
+              for _, placed in placed_messages(role)}  # fmt: skip
+    alike: dict[object, tuple[tuple[str, ...], Links]] = {}
+    for other in (order, *_orders(compiled, now.node)):
+        links = replace(now.links, order=compiled.mesh.spread(other))
+        alike.setdefault(tuple(links.place(axes) for axes in sorted(groups)), (other, links))
+    steps = [(other, step_on(now, links)) for other, links in alike.values()]
+    return min(steps, key=lambda pair: pair[1].time.seconds)
 
 
 def _with_free_messages(cluster: Cluster) -> Cluster:

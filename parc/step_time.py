@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,11 @@ def price(build: Build, plan: Plan, cluster: Cluster, habits: Habits | None = No
     return PricedStep(build, plan, cluster, node, time, links, flops, dtype, links.groups, updates)
 
 
-def seconds_on(step: PricedStep, links: Links) -> float:
-    """Return the seconds of a priced step, of parc's own habits, on other links."""
+def step_on(step: PricedStep, links: Links) -> PricedStep:
+    """Return a priced step, of parc's own habits, on other links."""
     line = _stage_line(step.build, step.plan)
-    return StepClock(step.build.roles, links, Habits(), step.updates, line, step.time).run().seconds
+    time = StepClock(step.build.roles, links, Habits(), step.updates, line, step.time).run()
+    return replace(step, links=links, time=time)
 
 
 def _stage_line(build: Build, plan: Plan) -> int:

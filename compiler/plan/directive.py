@@ -50,6 +50,7 @@ class Directive:
 
     USAGE: ClassVar[str]
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
+    LAYOUT: ClassVar[bool] = False  # whether it says how work lies on ranks, so that an open `let` may stand in it
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}  # words of other tools, with the arguments that mean the same here
     LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
     TRAINING: ClassVar[tuple[tuple[str, str], ...]] = ()  # arguments of training alone ("": the line), and what they do

@@ -8,12 +8,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from ...grammar.bounded import read_bounded, real_path
-from ...grammar.codes import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
+from ...grammar.codes import INCLUDE_CYCLE, NO_FILE, NO_PLAN, OPEN_MISPLACED, TOO_LONG, UNREADABLE, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed, nearest, path_meant
 from ...grammar.parse import parse
 from ...grammar.source import Source, Span
-from ...grammar.substitute import substitute
+from ...grammar.substitute import OpenLet, substitute
 from ...grammar.syntax import Setting, Statement
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
@@ -86,7 +86,8 @@ def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnost
 
 class Expanded:
     """The statements of a plan and of all that it includes, in order, without ``$name`` and ``include``. ``sources``
-    are all texts; ``complete`` is False if one of them could not be read. ``defines`` are the values of ``-D``.
+    are all texts; ``complete`` is False if one of them could not be read. ``open`` are `let`s whose values are chosen
+    later, and ``uses`` the statements that depend on them. ``defines`` are the values of ``-D``.
 
     Raises:
         PlanError: a limit on lines, files or nesting is exceeded.
@@ -97,9 +98,14 @@ class Expanded:
         self.diagnostics: list[Diagnostic] = []
         self.sources: list[Source] = []
         self.complete = True
-        self.statements = tuple(self._read(source, defines, ()))
+        self.open: list[OpenLet] = []
+        self.uses: list[tuple[Statement, frozenset[str]]] = []
+        self.statements = tuple(self._read(source, defines, (), {}))
 
-    def _read(self, source: Source, defines: Mapping[str, str], arguments: Sequence[Setting]) -> Iterator[Statement]:
+    def _read(
+        self, source: Source, defines: Mapping[str, str], arguments: Sequence[Setting],
+        open_arguments: Mapping[str, frozenset[str]],
+    ) -> Iterator[Statement]:  # fmt: skip
         """Yield the statements of one file, with those of included files in place of `include` lines."""
         self._count(source)
         statements, malformed = parse(source)
@@ -109,11 +115,17 @@ class Expanded:
             self._fail(Diagnostic(NO_PLAN, message, Label(source.included), help=help_))
             return
         self.sources.append(source)
-        statements, errors = substitute(statements, defines, arguments)
-        self.diagnostics += [*malformed, *errors]
-        for statement in statements:
+        closed = substitute(statements, defines, arguments, open_arguments)
+        self.diagnostics += [*malformed, *closed.diagnostics]
+        self.uses += closed.uses
+        self.open += closed.open if source.included is None else ()
+        for let in closed.open if source.included is not None else ():
+            message = f"`{let.name}` is open in an included file, where nothing can close it"
+            help_ = f"write it in the plan itself, and give it to the file: `({let.name}=${let.name})`"
+            self._fail(Diagnostic(OPEN_MISPLACED, message, Label(let.span), help=help_))
+        for statement in closed.statements:
             if statement.verb.text == INCLUDE:
-                yield from self._included(statement)
+                yield from self._included(statement, closed.settings)
             else:
                 yield statement
 
@@ -133,7 +145,9 @@ class Expanded:
         first = label.span.source if label is not None else source
         raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {excess}", label, help=help_)])
 
-    def _included(self, statement: Statement) -> Iterator[Statement]:
+    def _included(
+        self, statement: Statement, settings: Sequence[tuple[Setting, frozenset[str]]]
+    ) -> Iterator[Statement]:
         arguments, errors = parse_usage(Include.USAGE).match(statement)
         if arguments is None:
             self._fail(*errors)
@@ -145,7 +159,9 @@ class Expanded:
                 self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
         source = self._open(line, arguments.span("file"))
         if source is not None:
-            yield from self._read(source, {}, arguments.bindings("args"))
+            bindings = arguments.bindings("args")
+            names = {setting.name.text: names for setting, names in settings if any(setting is one for one in bindings)}
+            yield from self._read(source, {}, bindings, names)
 
     def _open(self, line: Include, span: Span) -> Source | None:
         """Return the text that a line includes, or None after noting why there is none."""

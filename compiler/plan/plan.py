@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...grammar.codes import BAD_VALUE, MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ...grammar.codes import BAD_VALUE, MISSING_STATEMENT, OPEN_LET, OPEN_MISPLACED, REPEATED, UNKNOWN_VERB, UNREADABLE
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.format import format_statements
 from ...grammar.nearest import did_you_mean, listed, path_meant
 from ...grammar.source import Source, Span
-from ...grammar.substitute import IN_STRING, LET
+from ...grammar.substitute import IN_STRING, LET, OpenLet
 from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh, view_cuts, viewed
@@ -62,7 +62,7 @@ from .layouts import Fix, SplitWeights
 from .rates import OptimizerGroup, with_table
 from .samples_said import SamplesSaid
 
-MESH, OPTIMIZER = "mesh", "optimizer"
+MESH, OPTIMIZER, SIZES = "mesh", "optimizer", "sizes"
 MOST_ERRORS = 100
 REQUIRED: dict[str, str] = {
     "model": 'model "./model.py:Model" (width=64)',
@@ -99,7 +99,9 @@ class Plan:
     microbatches: int = of_lines(lambda lines: line.microbatches if (line := lines.one(Schedule)) else 1)
     accumulate: str = of_lines(lambda lines: line.accumulate if (line := lines.one(Schedule)) else "fp32")
     precision: tuple[Precision, ...] = of_lines(lambda lines: lines.all(Precision))
-    recompute: tuple[Recompute, ...] = of_lines(lambda lines: lines.all(Recompute))
+    recompute: tuple[Recompute, ...] = of_lines(
+        lambda lines: tuple(line for line in lines.all(Recompute) if not line.idle)
+    )
     zero: tuple[Zero, ...] = of_lines(lambda lines: lines.all(Zero))
     bucket: int = of_lines(lambda lines: line.size if (line := lines.one(Bucket)) else BUCKET)
     prefetch: int = of_lines(lambda lines: line.units if (line := lines.one(Prefetch)) else PREFETCH)
@@ -185,6 +187,9 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     defines = dict(defines or {})
     expanded = Expanded(source, defines)
     directives, errors = _read_directives(expanded.statements)
+    if expanded.open and not errors and not any(one.is_error for one in expanded.diagnostics):
+        names = {let.name: let for let in expanded.open}
+        raise PlanError([*map(_still_open, expanded.open), *misplaced(expanded.uses, names, batch=True)])
     wrong = [*expanded.diagnostics, *errors]
     if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
         message = f"`{source.path}` is no plan: none of its lines is one of a plan"
@@ -203,6 +208,32 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
         {setting.name.text: setting.span for setting in settings}, tuple(diagnostics),
         **{one.name: one.metadata["read"](scope) for one in fields(Plan) if one.metadata},
     )  # fmt: skip
+
+
+def _still_open(let: OpenLet) -> Diagnostic:
+    """Return the error of a name that a command needs closed."""
+    value = let.values[0].span.text if let.values else "2"
+    message = f"`{let.name}` is open: `{let.text}`"
+    help_ = f"`-D {let.name}={value}` closes it; `parc plan` chooses the fastest"
+    return Diagnostic(OPEN_LET, message, Label(let.span), help=help_)
+
+
+def misplaced(
+    uses: Iterable[tuple[Statement, frozenset[str]]], lets: Mapping[str, OpenLet], batch: bool
+) -> Iterator[Diagnostic]:
+    """Yield an error for each line that says what is trained, and depends on an open name."""
+    for statement, names in uses:
+        verb = statement.verb.text
+        if verb not in verbs() or directive(verb).LAYOUT or (verb == SIZES and batch):
+            continue
+        name = next(name for name in lets if name in names)
+        message = f"`{verb}` says what is trained, and `{name}` is open"
+        help_ = f"give `{name}` one value, or write another name here"
+        if verb == SIZES:
+            message = f"the sizes depend on `{name}`, which is open: choices would train other batches"
+            help_ = f"`--batch N` gives one `{BATCH}` to all of them"
+        related = (Label(lets[name].span, "chosen here"),)
+        yield Diagnostic(OPEN_MISPLACED, message, Label(statement.span.root), related, help=help_)
 
 
 def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:

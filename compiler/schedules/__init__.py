@@ -124,6 +124,7 @@ def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, 
     return tuple(map(tuple, kinds))
 
 
+@lru_cache(maxsize=4096)
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
     """Return the reason why a schedule does not accept these sizes, with the way out; None if it does."""
     try:

@@ -25,6 +25,7 @@ COMMANDS = {
     "import": "read a model's weights into a checkpoint of a build",
     "verify": "prove and test a build again, from its files and its plan",
     "certify": "prove a build equal to its unsharded model, by a checker that shares no code with parc",
+    "plan": "choose the fastest of the plans that open `let`s leave, on a cluster",
     "show": "what a build holds: placements, programs, communication, memory",
     "cluster": "the clusters that `show --time` knows, and a file of this machine",
     "fmt": "rewrite plan files in their one canonical text",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parc.cli.plan_arguments import add_defines, plan_at
+from parc.cli.plan_arguments import add_defines, plan_or_example
 from parc.cli.refusal import show_refusal
 from parc.cli.terminal import say, show, stages
 from parc.grammar.bounded import real_path
@@ -24,7 +24,7 @@ def check_options(parser: argparse.ArgumentParser) -> None:
 
 def check_command(args: argparse.Namespace) -> int:
     """Check a plan. Torch and the model are loaded only if its statements have no fault."""
-    plan, folder = plan_at(args, args.plan), real_path(args.plan).parent
+    plan, folder = plan_or_example(args, args.plan), real_path(args.plan).parent
     if args.static:
         from parc.compiler.resolve.placements import input_faults
         from parc.compiling.callable_faults import callable_faults

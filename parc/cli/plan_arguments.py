@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parc.cli.terminal import say
+
 if TYPE_CHECKING:
     from parc.compiler.plan.plan import Plan
 
@@ -105,6 +107,24 @@ def plan_at(args: argparse.Namespace, plan: Path) -> Plan:
     from parc.compiler.plan.plan import read_plan
 
     return read_plan(plan, dict(args.defines))
+
+
+def plan_or_example(args: argparse.Namespace, plan: Path) -> Plan:
+    """Read a plan that may have open `let`s, with the first values that make one; ``args.defines`` have them then.
+
+    Raises:
+        PlanError: with every mistake that can be found without the model.
+    """
+    from parc.compiler.plan.open_plan import open_words, read_open
+
+    opened = read_open(plan, dict(args.defines))
+    if not opened.lets:
+        return plan_at(args, plan)
+    choice, _ = opened.example()
+    args.defines = [*args.defines, *choice.items()]
+    values = " ".join(f"{name}={value}" for name, value in choice.items())
+    say(f"open: {open_words(opened.lets)}; here with {values}")
+    return plan_at(args, plan)
 
 
 def default_out(plan: Path) -> Path:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, is_plan, plan_at, positive_number, work_costs
+from parc.cli.plan_arguments import add_defines, is_plan, plan_at, plan_or_example, positive_number, work_costs
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.build.output_files import FileKind, check_file, write_whole
 from parc.compiler.program.actions import FORWARD
@@ -78,6 +78,8 @@ def show_command(args: argparse.Namespace) -> int:
         return 2
     if not is_plan(args.target):
         return _show_build(args, args.target)
+    if args.list:
+        plan_or_example(args, args.target)
     if args.time:  # what is wrong with the cluster is said before the plan is built
         _cluster_of(args, plan_at(args, args.target), real_path(args.target).parent)
     with scratch("show") as folder:

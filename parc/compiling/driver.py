@@ -230,7 +230,51 @@ def compile_captured(
     return replace(compiled, fitted=chosen)
 
 
+class Captures:
+    """Captured models of plans that differ in their layout: each is captured once for each way in which plans call it.
+    ``overrides`` of the model's arguments make smaller models."""
+
+    def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
+        self.folder, self.overrides = folder, overrides
+        self._captured: list[tuple[object, Recorded, Captured]] = []
+
+    @classmethod
+    def of(cls, compiled: Compiled) -> Captures:
+        """Return the capture of a compiled plan."""
+        captures, plan = cls(compiled.folder), compiled.plan
+        captures._captured.append(((plan.model, input_specs(plan)), compiled.recorded, compiled.captured))
+        return captures
+
+    def at(self, plan: Plan) -> tuple[Recorded, Captured]:
+        """Return a plan's model and its graph.
+
+        Raises:
+            PlanError: the model is at fault.
+        """
+        wanted = plan.model, input_specs(plan)
+        for key, recorded, captured in self._captured:
+            if key == wanted:
+                return recorded, captured
+        recorded, captured = capture_plan(plan, task_lines(plan), self.folder, self.overrides)
+        self._captured.append((wanted, recorded, captured))
+        return recorded, captured
+
+
 @_uncollected()
+def compile_with(captures: Captures, plan: Plan) -> Compiled:
+    """Compile a plan for a model that may be captured already, at its largest sizes and without its evaluation.
+
+    Raises:
+        PlanError: the plan is at fault.
+    """
+    at = replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
+    recorded, captured = captures.at(at)
+    folder, overrides = captures.folder, captures.overrides
+    measure = measure_of(at, task_lines(at), folder, recorded, captured, overrides=overrides)
+    compiled = compile_captured(at, folder, recorded, captured, smaller=overrides is not None, measure=measure)
+    return replace(compiled, overrides=dict(overrides or {}))
+
+
 def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     """Compile a changed plan for the model of a compiled one, at its largest sizes and without its evaluation. The
     model is captured again where it is called in another way.
@@ -238,12 +282,7 @@ def compile_changed(compiled: Compiled, plan: Plan) -> Compiled:
     Raises:
         PlanError: the changed plan is at fault.
     """
-    at = replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
-    recorded, captured = compiled.recorded, compiled.captured
-    if (at.model, input_specs(at)) != (compiled.plan.model, input_specs(compiled.plan)):
-        recorded, captured = capture_plan(at, task_lines(at), compiled.folder, None)
-    measure = measure_of(at, compiled.lines, compiled.folder, recorded, captured)
-    return compile_captured(at, compiled.folder, recorded, captured, measure=measure)
+    return compile_with(Captures.of(compiled), plan)
 
 
 def with_evaluation(

@@ -20,5 +20,6 @@ class Bucket(Directive):
     """
 
     USAGE = "bucket SIZE"
+    LAYOUT = True
 
     size: int = argument(lambda line: int(line.number("size", DEFAULT)))

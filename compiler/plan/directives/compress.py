@@ -33,6 +33,7 @@ class Compress(Directive):
     """
 
     USAGE = "compress gradients over AXIS using TYPE [on WHERE]"
+    LAYOUT = True
     TRAINING = (("", "sums gradients"),)
     ONCE = False
 

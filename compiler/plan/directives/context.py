@@ -39,6 +39,7 @@ class Context(Directive):
     """
 
     USAGE = "context WHERE dim NAME over AXIS using TYPE"
+    LAYOUT = True
     ONCE = False
 
     where: tuple[Word, ...] = argument(lambda line: line.words("where"))

@@ -29,6 +29,7 @@ class Hierarchical(Directive):
     """
 
     USAGE = "hierarchical over AXIS"
+    LAYOUT = True
     ONCE = False
 
     axis: Word = argument(lambda line: line.word("over"))

@@ -26,6 +26,7 @@ class Include(Directive):
     """
 
     USAGE = "include FILE [ARGS]"
+    LAYOUT = True
     ONCE = False
 
     file: str = argument(lambda line: line.text("file"))

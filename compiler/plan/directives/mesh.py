@@ -26,6 +26,7 @@ class MeshLine(Directive):
     """
 
     USAGE = "mesh NAME=VALUE, ..."
+    LAYOUT = True
     ONCE = False
 
     mesh: Mesh = argument(lambda line: declared_mesh(line.bindings("name")))

@@ -24,6 +24,7 @@ class Node(Directive):
     """
 
     USAGE = "node N"
+    LAYOUT = True
     LIMITS = (("n", ONE_OR_MORE),)
 
     ranks: int = argument(lambda line: int(line.number("n", 1)))

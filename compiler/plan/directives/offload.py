@@ -28,6 +28,7 @@ class Offload(Directive):
     """
 
     USAGE = "offload STATES to FILE | STATES to cpu"
+    LAYOUT = True
     TRAINING = (("optimizer", "is the state of an update"), ("activations", "are kept for a backward"))
     ONCE = False
 

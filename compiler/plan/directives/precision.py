@@ -44,6 +44,7 @@ class Precision(Directive):
     """
 
     USAGE = "precision TYPE [on WHERE] [loss_scale SCALE]"
+    LAYOUT = True
     ONCE = False
     LIMITS = (("loss_scale", _SCALES),)
     TRAINING = (("loss_scale", "scales gradients"),)

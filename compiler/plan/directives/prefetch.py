@@ -18,6 +18,7 @@ class Prefetch(Directive):
     """
 
     USAGE = "prefetch N"
+    LAYOUT = True
     LIMITS = (("n", NOT_NEGATIVE),)
 
     units: int = argument(lambda line: int(line.number("n", DEFAULT)))

@@ -10,6 +10,8 @@ from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Word
 from ..directive import Directive, Scope, argument
 
+NO_MODULE = "none"
+
 
 @dataclass(frozen=True)
 class Recompute(Directive):
@@ -31,12 +33,15 @@ class Recompute(Directive):
     size, as estimated from the programs. The first blocks of a stage are recomputed before later ones. The report says
     what was chosen for the ranks of each stage, and what it costs.
 
+    `recompute none` does nothing; so a `let` can choose it: `let again = none | model.layers.*`.
+
     A block is the largest unit: it keeps what it reads, also values from another stage. With `zero 3` a recomputed
     block gathers its weights once for its second forward and its backward together. Without a `recompute` line,
     backward still recomputes what costs next to nothing: views, casts, copies, and operators on single entries.
     """
 
     USAGE = "recompute WHERE [keep OPS] | WHERE fit SIZE"
+    LAYOUT = True
     TRAINING = (("", "saves memory of a backward"),)
     ONCE = False
 
@@ -45,6 +50,11 @@ class Recompute(Directive):
 
     fit: int | None = argument(lambda line: line.number("fit", None))
     """The bytes of a rank into which a step must fit; None without `fit`."""
+
+    @property
+    def idle(self) -> bool:
+        """True where the line is `recompute none`."""
+        return [word.text for word in self.where] == [NO_MODULE]
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)

@@ -73,6 +73,7 @@ class Schedule(Directive):
         "schedule [SCHEDULE] microbatches N [chunks N] [accumulate TYPE]"
         " | table TABLE microbatches N [chunks N] [accumulate TYPE]"
     )
+    LAYOUT = True
     LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
     TRAINING = (("accumulate", "adds up gradients"),)
 

@@ -35,6 +35,7 @@ class Sequence(Directive):
     """
 
     USAGE = "sequence WHERE over AXIS [dim NAME] [keep gathered]"
+    LAYOUT = True
     ONCE = False
 
     where: tuple[Word, ...] = argument(lambda line: line.words("where"))

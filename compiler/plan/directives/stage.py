@@ -32,6 +32,7 @@ class Stage(Directive):
     """
 
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"
+    LAYOUT = True
     ONCE = False
 
     axis: Word = argument(lambda line: line.word("over") or line.word(BALANCED))

@@ -37,6 +37,7 @@ class ViewLine(Directive):
     """
 
     USAGE = "view AXES as NAME=VALUE, ... in WHERE"
+    LAYOUT = True
     ONCE = False
 
     view: View = argument(

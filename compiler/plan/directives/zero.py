@@ -37,6 +37,7 @@ class Zero(Directive):
     """
 
     USAGE = "zero LEVEL over AXIS [within node] [unit WHERE] [on WHERE]"
+    LAYOUT = True
     TRAINING = (("", "stores the state of training in parts"),)
     INSTEAD = " (`column`, `row`, `vocab`, `experts`, `shard` and `stage` split weights)"
     ONCE = False

@@ -1,0 +1,172 @@
+"""``parc plan``: the choices of an open plan, priced on a cluster; the fastest, and why it wins."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parc.cli.plan_arguments import add_defines, positive
+from parc.cli.terminal import print_json, say, stages, text_table
+from parc.grammar.bounded import real_path
+from parc.grammar.syntax import size_text
+
+if TYPE_CHECKING:
+    from parc.searching.search import Report, SearchResult
+
+
+def plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", type=Path, help="a plan; names such as `let tp = 1 | 2 | 4` are chosen")
+    parser.add_argument(
+        "--ranks", metavar="N", type=positive, help="the number of ranks; `let dp = ?` is what they leave"
+    )
+    parser.add_argument("--cluster", metavar="C", help="a cluster by name, or a file's path; default: the plan's")
+    parser.add_argument(
+        "--batch", metavar="N", type=positive, help="the samples of a step, where `B` depends on choices"
+    )
+    parser.add_argument("-o", dest="out", metavar="PLAN", type=Path, help="write the winner, without open names")
+    parser.add_argument("--force", action="store_true", help="with -o: write over a plan that is there")
+    parser.add_argument("--top", metavar="K", type=positive, default=5, help="the plans to print; default: 5")
+    parser.add_argument("--keep-order", action="store_true", help="the axes of the mesh stay in their order")
+    parser.add_argument("--json", action="store_true", help="the same as JSON on stdout")
+    add_defines(parser)
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """SearchResult, print the best plans, and write the winner."""
+    from parc.compiler.plan.include import reads_as_plan
+    from parc.compiler.plan.open_plan import read_open
+
+    if args.out is not None and args.out.exists() and not (args.force and reads_as_plan(args.out)):
+        reason = "is no plan, and stays" if args.force else "is there, and stays"
+        way = "name another file with -o" + ("" if args.force else ", or write over it with --force")
+        say(f"{args.out} {reason} as it is; {way}")
+        return 1
+    opened = read_open(args.plan, dict(args.defines), args.batch)
+    folder = real_path(args.plan).parent
+    with stages() as progress:
+        progress("loading torch")
+        from parc.searching.pricing import ExactPrices
+        from parc.searching.search import closed_text, search
+        from parc.step_time import NO_CLUSTER, cluster_of
+
+    from parc.compiler.clock.cluster import ClusterError
+
+    cluster = cluster_of(opened.example()[1], folder, args.cluster)
+    if cluster is None:
+        raise ClusterError("what is fastest depends on the cluster", NO_CLUSTER)
+    if args.ranks is None and (left := [let.name for let in opened.lets if not let.values]):
+        say(f"parc plan: `{left[0]} = ?` is what the ranks leave: add `--ranks N`")
+        return 2
+    with _bar() as report:
+        outcome = search(opened, ExactPrices(folder, cluster), args.ranks, args.top, args.keep_order, report)
+    if args.json:
+        print_json(search_json(outcome))
+    else:
+        print("\n".join(search_words(outcome)))
+    if args.out is not None:
+        from parc.compiler.build.output_files import write_whole
+
+        write_whole(args.out, closed_text(opened, outcome.best[0], [*_comments(outcome, cluster.name)]))
+        say(f"wrote {args.out}; `parc build {args.out}` builds it")
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """Return a function that shows how far a search is: a bar on a terminal, silent elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("pricing")
+
+        def report(done: int, of: int, best: float | None) -> None:
+            words = "pricing" if best is None else f"pricing, best {best:.3g} s"
+            progress.update(task, completed=done, total=of, description=words)
+
+        yield report
+
+
+def search_words(outcome: SearchResult) -> Iterator[str]:
+    """Yield the lines of a search's outcome: the best plans, why the first wins, and what was cut."""
+    from parc.searching.search import choice_text, why
+    from parc.step_time import seconds_text
+
+    rows = []
+    for at, one in enumerate(outcome.best, 1):
+        parts, exposed = one.figures.parts, [f"{axis} {size_text(size)}" for axis, size in one.exposed.items()]
+        mesh = " ".join(f"{axis}={one.plan.mesh.size(axis)}" for axis in one.order if one.plan.mesh.size(axis) > 1)
+        chosen = {name: text for name, text in one.choice.items() if name not in one.plan.mesh}
+        rows.append(
+            (at, seconds_text(one.figures.seconds), f"{one.figures.mfu:.1%}", size_text(one.figures.memory),
+             f"{parts.get('bubble', 0.0) / one.figures.seconds:.0%}", ", ".join(exposed) or "none", mesh or "one rank",
+             choice_text(chosen))
+        )  # fmt: skip
+    head = ("", "step", "MFU", "memory", "bubble", "exposed", "mesh, outermost first", "")
+    yield text_table(rows, head, right=(0, 1, 2, 3, 4))
+    yield ""
+    if not outcome.plan.lets:
+        yield "nothing is open in this plan: it is priced as it stands"
+    elif len(outcome.best) > 1:
+        first, second = outcome.best[:2]
+        ahead = second.figures.seconds / first.figures.seconds - 1
+        less = [
+            f"{seconds_text(-seconds)} less {part}"
+            for part, seconds in why(first.figures, second.figures)
+            if seconds < 0
+        ]
+        more = [
+            f"{seconds_text(seconds)} more {part}"
+            for part, seconds in why(first.figures, second.figures)
+            if seconds > 0
+        ]
+        yield f"no. 1 is {ahead:.1%} faster than no. 2: {', '.join([*less, *more]) or 'their parts are equal'}"
+        if (order := [*first.order]) != [*first.plan.mesh.names]:
+            yield f"the order of its mesh is changed: {', '.join(order)}, outermost first"
+    counts = [f"{outcome.priced:,} plans priced"]
+    counts += [f"{outcome.alike:,} choices make a plan that another makes"] if outcome.alike else []
+    counts += [f"{count:,} cut by {kind}" for kind, count in outcome.cut.most_common()]
+    yield "; ".join(counts)
+    yield from (
+        f"  {kind}: {reason.words}, with {choice_text(choice)}" for kind, (choice, reason) in outcome.nearest.items()
+    )
+    if outcome.stopped:
+        yield "the search was stopped: these are the best until then"
+
+
+def search_json(outcome: SearchResult) -> dict[str, Any]:
+    """Return a search's outcome as JSON has it."""
+    return {
+        "best": [
+            {
+                "choice": dict(one.choice), "mesh": [[axis, one.plan.mesh.size(axis)] for axis in one.order],
+                "step_s": one.figures.seconds, "mfu": one.figures.mfu, "memory": one.figures.memory,
+                "parts": dict(one.figures.parts), "exposed_bytes": dict(one.exposed),
+                "estimated_s": one.estimate.seconds if one.estimate is not None else one.figures.seconds,
+            }
+            for one in outcome.best
+        ],
+        "priced": outcome.priced, "alike": outcome.alike, "cut": dict(outcome.cut), "stopped": outcome.stopped,
+    }  # fmt: skip
+
+
+def _comments(outcome: SearchResult, cluster: str) -> Iterator[str]:
+    """Yield the comments above a winner: by what it was chosen, and how far it is ahead."""
+    from parc.searching.search import choice_text
+    from parc.step_time import seconds_text
+
+    best = outcome.best[0]
+    words = f"{seconds_text(best.figures.seconds)} a step on {cluster}, MFU {best.figures.mfu:.1%}"
+    yield f"chosen by `parc plan` of {outcome.priced:,} plans: {words}"
+    if len(outcome.best) > 1:
+        other = outcome.best[1]
+        ahead = other.figures.seconds / best.figures.seconds - 1
+        yield f"{ahead:.1%} faster than {choice_text(other.choice)}"

@@ -1,0 +1,127 @@
+"""Prices of whole plans: each is compiled, and its step priced from its own programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parc.checking.limits import hold_promises
+from parc.compiler.analysis.communication import communication_table
+from parc.compiler.clock.cluster import Cluster
+from parc.compiler.plan.plan import Plan
+from parc.compiling.compiled import Compiled
+from parc.compiling.driver import Captures, compile_with
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.syntax import size_in_both
+from parc.mesh_order import best_order
+from parc.report import memory_of
+from parc.step_time import PricedStep, framework_bytes, price
+
+Parts = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a plan's step: its seconds, the ``parts`` of the rank that waits least for others, the share of
+    the devices' work that counts (``mfu``), and the bytes of the fullest rank with the framework's own."""
+
+    seconds: float
+    parts: Parts
+    mfu: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A reason why a choice is no plan: ``kind`` counts it with others, ``words`` say it of this one. ``excess`` is how
+    far it is from a plan, in bytes, if that is what lacks."""
+
+    kind: str
+    words: str
+    excess: int = 0
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A plan that a choice makes, with the figures of its own programs. ``order`` is that of the mesh's axes."""
+
+    choice: Mapping[str, str]
+    order: tuple[str, ...]
+    plan: Plan = field(repr=False)
+    figures: Figures
+    exposed: Mapping[str, int]
+    """The bytes that the rank that sends most puts on the wire in a step beside no work, by axis."""
+    estimate: Figures | None = None
+    """The figures that chose it, before it was compiled."""
+    step: PricedStep | None = field(default=None, repr=False)
+
+
+@dataclass
+class ExactPrices:
+    """The prices of plans on a cluster, each from its own programs. Models are captured once for each way in which
+    plans call them."""
+
+    folder: Path
+    cluster: Cluster
+    captures: Captures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.captures = Captures(self.folder)
+
+    def compile(self, plan: Plan) -> Compiled:
+        """Compile a plan, without its evaluation and without checks.
+
+        Raises:
+            PlanError: the choice makes no plan.
+        """
+        return compile_with(self.captures, plan)
+
+    def price(self, choice: Mapping[str, str], plan: Plan, keep_order: bool = False) -> PricedPlan | Rejected:
+        """Return the figures of a plan, or the reason why it is none. With ``keep_order`` the axes of its mesh stay in
+        their order.
+
+        Raises:
+            ClusterError: the cluster has too few nodes, or no peak for the type of its products.
+        """
+        try:
+            compiled = self.compile(plan)
+            hold_promises(compiled)
+        except PlanError as error:
+            return rejected(error)
+        step = price(compiled.build, plan, self.cluster)
+        order, step = (plan.mesh.names, step) if keep_order else best_order(compiled, step)
+        memory = max(memory_of(compiled.build, plan, role).peak_bytes for role in compiled.build.roles.values())
+        memory += framework_bytes(step)
+        if excess := over_memory(memory, self.cluster):
+            return excess
+        figures = Figures(step.time.seconds, step.time.parts(step.time.longest), step.mfu, memory)
+        return PricedPlan(choice, tuple(order), plan, figures, _exposed(compiled), step=step)
+
+
+def over_memory(memory: int, cluster: Cluster) -> Rejected | None:
+    """Return the reason why so many bytes do not fit a device; None if they do."""
+    have = int(cluster.device.memory)
+    if memory <= have:
+        return None
+    words = f"needs {size_in_both(memory)} of memory a rank, and a device has {size_in_both(have)}"
+    return Rejected("memory", words, memory - have)
+
+
+def rejected(error: PlanError) -> Rejected:
+    """Return the reason that an error of a plan is."""
+    first = next(one for one in error.diagnostics if one.is_error)
+    return Rejected(first.code.name, first.message)
+
+
+def _exposed(compiled: Compiled) -> Mapping[str, int]:
+    """Return the bytes beside no work by axis, of the role that sends most of them."""
+    most = Counter[str]()
+    for role in compiled.build.roles.values():
+        sent = Counter[str]()
+        for row in communication_table(role):
+            if not row["hidden"]:
+                sent[row["axis"]] += row["wire_bytes"] * row["count_per_step"]
+        most = max(most, sent, key=lambda counts: counts.total())
+    return dict(most)
