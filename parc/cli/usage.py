@@ -13,6 +13,7 @@ from parc.grammar.nearest import did_you_mean, listed, nearest
 COMMANDS_MEANT = {
     "train": "run", "fit": "run", "launch": "run", "start": "run", "compile": "build", "test": "verify",
     "lint": "check", "validate": "check", "format": "fmt", "convert": "export", "new": "init", "create": "init",
+    "inspect": "show", "report": "show",
 }  # fmt: skip
 """The command for a word that is none of parc's."""
 
