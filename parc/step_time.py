@@ -15,6 +15,7 @@ from parc.compiler.clock.lines import Habits
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.programs import STEP_PARTS
 from parc.compiler.clock.step import StepClock, StepTime
+from parc.compiler.layout.sweep import Amount
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.roles import Role
 from parc.grammar.syntax import size_text
@@ -109,7 +110,7 @@ def cluster_of(plan: Plan, folder: Path, name: str | None = None) -> Cluster | N
     return None if plan.cluster is None else find_cluster(plan.cluster.name, folder)
 
 
-def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> float:
+def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> Amount:
     """Return the time of an update on a rank: it reads gradients, and reads and writes parameters and moments."""
     if not build.trains:
         return 0.0
@@ -119,7 +120,7 @@ def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> fl
         own = sizes["optimizer"] / moments if moments else float(sizes["parameters"])
         moved += 3 * own + 2 * sizes["optimizer"]
         away += 2 * sizes["optimizer"] if "optimizer" in plan.offloaded else 0.0
-    if away:
+    if "optimizer" in plan.offloaded:
         host = plan.offloaded["optimizer"].host
         seconds += away / (cluster.storage.host if host else cluster.storage.disk)
     return seconds + moved / (cluster.bandwidth(moved) * cluster.device.update)

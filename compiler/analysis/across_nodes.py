@@ -8,10 +8,11 @@ share what enters and leaves the node. A rank has one NIC, or its equal part of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..layout.mesh import Mesh
 
@@ -48,10 +49,10 @@ def offsets_of(mesh: Mesh, axes: Iterable[str], order: Sequence[str] = ()) -> li
     strides, stride = dict[str, int](), 1
     for axis in reversed(order or mesh.names):
         strides[axis], stride = stride, stride * mesh.size(axis)
-    offsets = [0]
+    offsets = np.zeros(1, np.int64)
     for part in mesh.spread(axes):
-        offsets = [before + at * strides[part] for before in offsets for at in range(mesh.size(part))]
-    return offsets
+        offsets = np.add.outer(offsets, strides[part] * np.arange(mesh.size(part))).reshape(-1)
+    return offsets.tolist()
 
 
 def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = ()) -> NodeSpread:
@@ -60,8 +61,9 @@ def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = 
     >>> place_of(Mesh.parse("pp=2, dp=4, tp=2"), ["dp"], 4), place_of(Mesh.parse("dp=4, tp=2"), ["tp"], 4)
     (NodeSpread(ranks=4, nodes=2, inside=2), NodeSpread(ranks=2, nodes=1, inside=2))
     """
-    nodes = Counter(offset // node for offset in offsets_of(mesh, axes, order))
-    return NodeSpread(nodes.total(), len(nodes), max(nodes.values()))
+    offsets = np.array(offsets_of(mesh, axes, order))
+    _, members = np.unique(offsets // node, return_counts=True)
+    return NodeSpread(len(offsets), len(members), int(members.max()))
 
 
 @dataclass(frozen=True, slots=True)

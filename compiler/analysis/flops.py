@@ -4,11 +4,13 @@ step in which each action takes as long as its operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
+from ..layout.sweep import SizeSweep, each_shape
+from ..ops.factors import OpCall
 from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, Action, work_kinds
 from ..program.plain import whole_steps, without_rings
@@ -28,7 +30,19 @@ def multiply_adds(line: Line, values: Mapping[str, Value], mesh: Mesh) -> int:
     count = None if line.calls_function else facts(line.op).flops
     if count is None:
         return 0
-    return count(local_call(line, values, mesh))
+    return counted(count, local_call(line, values, mesh), mesh)
+
+
+def counted(count: Callable[[OpCall], int], call: OpCall, mesh: Mesh) -> int:
+    """Return what a row counts of a call with local shapes; in a sweep of meshes an array, where shapes have arrays."""
+    if not isinstance(mesh, SizeSweep):
+        return count(call)
+
+    def of(shapes: Sequence[tuple[int, ...]]) -> int:
+        number = len(call.operands)
+        return count(replace(call, operands=tuple(shapes[:number]), results=tuple(shapes[number:])))
+
+    return each_shape(of, [*call.operands, *call.results])  # type: ignore[no-any-return]
 
 
 def function_work(program: Program) -> dict[str, int]:

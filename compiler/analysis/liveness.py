@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS, SUMS, WAIT, Buffers
 from ..layout.placement import Split, TensorType
+from ..layout.sweep import rounded_up
 from ..ops.rules import facts
 from ..program.blocks import complete
 from ..program.program import Function, Line, Origin, Program, Ref
@@ -34,7 +34,7 @@ def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
         return size
     present, rows = type_.packed
     by_experts = any(kind == Split(0) for _, kind in type_.placement.items())
-    return math.ceil(size * present // rows * (load if by_experts else 1.0))
+    return rounded_up(size * present // rows * (load if by_experts else 1.0))  # type: ignore[no-any-return]
 
 
 Share = Literal["values", "messages", "gradients", "weights"]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..analysis.dataflow import local_call
-from ..analysis.flops import multiply_adds
+from ..analysis.flops import counted, multiply_adds
 from ..analysis.lifetimes import Aliases
 from ..analysis.liveness import local_bytes
 from ..layout.collectives import COLLECTIVES, RINGS, WAIT, axes_of
+from ..layout.sweep import Amount, greatest, rounded_up
 from ..ops.factors import OpCall
 from ..ops.rules import facts
 from ..program.program import Function, Line, Program
@@ -56,22 +57,22 @@ class LineTime:
 NOTHING = LineTime(0.0, "other")
 
 
-def product_seconds(cluster: Cluster, dtype: str, shape: Sequence[int], multiply_adds: int) -> float:
+def product_seconds(cluster: Cluster, dtype: str, shape: Sequence[int], multiply_adds: int) -> Amount:
     """Return the time of a product: ``shape`` is that of its result, ``[batch, m, n]``."""
     products = cluster.products
     batch, rows, columns = shape
-    inner = multiply_adds / max(1, batch * rows * columns)
+    inner = multiply_adds / greatest(1, batch * rows * columns)
     shares = (
         share * batch * rows * columns / (_rounds(batch, rows / high, columns / wide, products.units) * high * wide)
         for high, wide, share in cluster.tiles
     )
-    share = products.top * max(shares) / (1 + products.ramp / max(1.0, inner))
+    share = products.top * greatest(*shares) / (1 + products.ramp / greatest(1.0, inner))
     return 2 * multiply_adds / (cluster.peak_of(dtype) * share)
 
 
-def _rounds(batch: int, high: float, wide: float, units: float) -> float:
+def _rounds(batch: int, high: float, wide: float, units: float) -> Amount:
     """Return the tiles for which all units have time in the rounds that a product of so many tiles takes."""
-    return math.ceil(batch * math.ceil(high) * math.ceil(wide) / units) * units
+    return rounded_up(batch * rounded_up(high) * rounded_up(wide) / units) * units
 
 
 class LineTimes:
@@ -96,7 +97,7 @@ class LineTimes:
         if line.op in COLLECTIVES and line.op not in RINGS and COLLECTIVES[line.op].communicates:
             return LineTime(call, "other")
         work = self._multiply_adds(line, function)
-        if work:
+        if work is not None:
             return LineTime(call + self._product(line, function, work), "products")
         if is_view:
             return LineTime(call, "other")
@@ -104,15 +105,21 @@ class LineTimes:
 
     # ---- products
 
-    def _multiply_adds(self, line: Line, function: Function) -> int:
-        """Count the multiply-adds of a line; of a ring those of its attention with the keys of all ranks."""
+    def _multiply_adds(self, line: Line, function: Function) -> int | None:
+        """Count the multiply-adds of a line, None if it is no product; of a ring those of its attention with the keys
+        of all ranks."""
         if line.op not in RINGS:
-            return multiply_adds(line, function.values(), self.program.mesh)
+            product = facts(line.op).flops is not None
+            return multiply_adds(line, function.values(), self.program.mesh) if product else None
         call, axes = local_call(line, function.values(), self.program.mesh), axes_of(line.args[1:])
         count = facts(call.op).flops
-        return 0 if count is None else count(call) * math.prod(map(self.program.mesh.size, axes))
+        return (
+            None
+            if count is None
+            else counted(count, call, self.program.mesh) * math.prod(map(self.program.mesh.size, axes))
+        )
 
-    def _product(self, line: Line, function: Function, work: int) -> float:
+    def _product(self, line: Line, function: Function, work: int) -> Amount:
         values, mesh, cluster = function.values(), self.program.mesh, self.cluster
         call = local_call(line, values, mesh)
         dtype = str(values[line.uses[0]].type.dtype).removeprefix("torch.")
@@ -129,9 +136,9 @@ class LineTimes:
             rows = shape[-2] if batched else math.prod(shape[:-1])
             seconds = product_seconds(cluster, dtype, (batch, rows, shape[-1]), work)
         size = self._bytes(line, function)
-        return max(seconds, size / cluster.bandwidth(size), cluster.device.launch)
+        return greatest(seconds, size / cluster.bandwidth(size), cluster.device.launch)
 
-    def _attention(self, call: OpCall, work: int, dtype: str) -> float:
+    def _attention(self, call: OpCall, work: int, dtype: str) -> Amount:
         cluster, backward = self.cluster, facts(call.op).backward
         causal = bool(call.args[_CAUSAL_AT[backward]])
         products = cluster.products
@@ -146,17 +153,17 @@ class LineTimes:
         flat = product_seconds(cluster, dtype, (batch, queries[2], keys[2]), each) * products_of_scores
         scores = batch * queries[2] * keys[2] * 2
         passes = _PASSES[backward]
-        return flat + passes * max(cluster.device.launch, scores / cluster.bandwidth(scores))
+        return flat + passes * greatest(cluster.device.launch, scores / cluster.bandwidth(scores))
 
     # ---- other lines
 
-    def _streamed(self, line: Line, function: Function) -> float:
+    def _streamed(self, line: Line, function: Function) -> Amount:
         size = self._bytes(line, function)
         slow = self.cluster.operators.get(line.op.split(".")[1], 0.0) if self.cluster.operators else 0.0
         entries = 0
         if slow:
-            entries = max(math.prod(shape) for shape in self._shapes(line, function))
-        return max(size / self.cluster.bandwidth(size), entries * slow, self.cluster.device.launch)
+            entries = greatest(*(math.prod(shape) for shape in self._shapes(line, function)))
+        return greatest(size / self.cluster.bandwidth(size), entries * slow, self.cluster.device.launch)
 
     def _shapes(self, line: Line, function: Function) -> Iterator[Sequence[int]]:
         values = function.values()

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..analysis.communication import bytes_put_in
-from ..analysis.lifetimes import aliases
+from ..analysis.lifetimes import Aliases, aliases
 from ..layout.collectives import COLLECTIVES, MESSAGE, RINGS
 from ..layout.placement import TensorType
+from ..layout.sweep import greatest, none
 from ..program.actions import ACTIONS, REDUCE
 from ..program.binding import Binding
 from ..program.plain import on_their_way
@@ -102,11 +103,11 @@ class ProgramClock:
 
     def __init__(
         self, program: Program, links: Links, habits: Habits, blocks: dict[str, ProgramTime] | None = None,
-        like: ProgramClock | None = None,
+        like: ProgramClock | None = None, views: Mapping[str, Aliases] | None = None,
     ) -> None:  # fmt: skip
         self.program, self.links, self.habits = program, links, habits
         times = None if like is None else like._times
-        self._times: LineTimes = times or LineTimes(program, links.cluster, habits, aliases(program))
+        self._times: LineTimes = times or LineTimes(program, links.cluster, habits, views or aliases(program))
         self._lines: dict[str, Sequence[LineTime]] = {} if like is None else like._lines
         self._functions: dict[str, ProgramTime] = {}
         self._blocks = {} if blocks is None else blocks
@@ -148,14 +149,16 @@ class ProgramClock:
         taken = self.links.cluster.device.taken_by_messages
 
         def wait(message: InFlight, seconds: float) -> float:
+            if none(seconds):
+                return 0.0
             spent.wait(message, seconds)
             times[message.key].waited += seconds
             return seconds
 
         for at, (line, time) in enumerate(zip(function.lines, self.line_times(function), strict=True)):
             for name in line.uses:
-                if (message := arriving.pop(name, None)) is not None and message.arrives > now:
-                    now += wait(message, message.arrives - now)
+                if (message := arriving.pop(name, None)) is not None:
+                    now += wait(message, greatest(message.arrives - now, 0.0))
             if line.calls_function:
                 inner = self.of(self.program.function(line.op))
                 spent.add(inner.spent)
@@ -164,7 +167,7 @@ class ProgramClock:
             spent.compute(line, time)
             now += time.seconds
             if (sent := started.get(at)) is not None:
-                free[sent.axis] = max(now, free.get(sent.axis, 0.0)) + sent.seconds
+                free[sent.axis] = greatest(now, free.get(sent.axis, 0.0)) + sent.seconds
                 message = InFlight(free[sent.axis], sent.axis, line.origin.plan, at)
                 times[at].seconds = sent.seconds
                 if taken:
@@ -178,12 +181,15 @@ class ProgramClock:
         left = dict[Binding, InFlight]()
         for _, name in function.returns:
             message = arriving.pop(name, None)
-            if message is None or message.arrives <= now:
+            if message is None:
+                continue
+            late = greatest(message.arrives - now, 0.0)
+            if none(late):
                 continue
             if name in bindings:
-                left[bindings[name]] = InFlight(message.arrives - now, message.axis, message.line, bindings[name])
+                left[bindings[name]] = InFlight(late, message.axis, message.line, bindings[name])
             else:
-                now += wait(message, message.arrives - now)
+                now += wait(message, late)
         return ProgramTime(now, spent, left, times)
 
     def axis_of(self, line: Line) -> str:
@@ -233,5 +239,5 @@ class ProgramClock:
         axes = COLLECTIVES[line.op].axes(line.args[1:])
         ranks = math.prod(map(mesh.size, axes))
         hop = self.links.hop(axes[0], bytes_put_in(line, function.values(), mesh, ranks))
-        more = max(0.0, hop - time.seconds / ranks)
+        more = greatest(0.0, hop - time.seconds / ranks)
         return hop * (ranks - 1), more * (ranks - 1), ",".join(mesh.joined(axes))

@@ -14,6 +14,7 @@ import torch
 
 from .mesh import Mesh, Shape
 from .stretches import Outer, atoms, count, inside, is_zigzag, joined_stretches, nest, outer_of, terms, zigzag
+from .sweep import SizeSweep
 
 
 class Split(NamedTuple):
@@ -192,7 +193,10 @@ class TensorType:
     packed: Packed = None
 
     def local(self, mesh: Mesh) -> Shape:
-        """Shape of one rank's piece."""
+        """Shape of one rank's piece; of a sweep each dim has the sizes of all its meshes."""
+        if isinstance(mesh, SizeSweep):
+            axes = ([axis for _, axis in self.placement.splits(dim)] for dim in range(len(self.shape)))
+            return mesh.local(self.shape, [*axes])
         return _local_shape(self.shape, self.placement, mesh)
 
     def local_bytes(self, mesh: Mesh) -> int:

@@ -91,10 +91,12 @@ class OpenPlan:
         return math.prod(int(size) if str(size).isdecimal() else 1 for size in sizes)
 
     def closed(
-        self, choice: OpenChoice, order: Sequence[str] = (), lines: Mapping[str, Sequence[str]] | None = None
-    ) -> Source:
+        self, choice: OpenChoice, order: Sequence[str] = (), lines: Mapping[str, Sequence[str]] | None = None,
+        mesh: Mapping[str, int] | None = None,
+    ) -> Source:  # fmt: skip
         """Return the plan that a choice makes: its text, with the values in place of the choices, the axes of the mesh
-        in another ``order``, and with other ``lines`` in place of those that begin with some words."""
+        in another ``order``, with other ``lines`` in place of those that begin with some words, and with other sizes of
+        axes that the ``mesh`` line spells as numbers."""
         changes: list[tuple[Span, str]] = []
         for name, setting in self._settings.items():
             text = choice.get(name, self.defines.get(name))
@@ -103,14 +105,25 @@ class OpenPlan:
                 changes.append((setting.value.span, f'"{text}"' if quoted else text))
         if self.batch is not None:
             changes += [(size.value.span, str(self.batch)) for size in self._of_verb(SIZES) if size.name.text == BATCH]
-        mesh = {axis.name.text: axis for axis in self._of_verb(MESH)}
-        if order and [*order] != [*mesh]:
-            places = [axis.span for axis in mesh.values()]
-            changes += [(place, mesh[name].span.text) for place, name in zip(places, order, strict=True)]
+        axes = {axis.name.text: axis for axis in self._of_verb(MESH)}
+        texts = {name: axis.span.text for name, axis in axes.items()}
+        texts |= {name: f"{name}={size}" for name, size in (mesh or {}).items()
+                  if name in axes and isinstance(axes[name].value, Number)}  # fmt: skip
+        places = [axis.span for axis in axes.values()]
+        changes += [(place, texts[name]) for place, name in zip(places, order or axes, strict=True)]
         text = self.source.text
         for span, new in sorted(changes, key=lambda change: -change[0].start):
             text = text[: span.start] + new + text[span.end :]
         return Source(self.source.name, "\n".join(_with_lines(text.split("\n"), lines or {})), path=self.source.path)
+
+    @staticmethod
+    def read(source: Source) -> Plan:
+        """Read a closed plan.
+
+        Raises:
+            PlanError: it is none.
+        """
+        return read_plan(source)
 
     def plan(self, choice: OpenChoice, order: Sequence[str] = ()) -> Plan:
         """Read the plan that a choice makes.

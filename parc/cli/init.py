@@ -51,6 +51,13 @@ def init_options(parser: argparse.ArgumentParser) -> None:
         "--sizes", metavar="NAME=SIZE,...", type=chosen_sizes, default={}, help="the batch and the length of sequences"
     )
     parser.add_argument("--loss", default="", help='the loss, as "cross_entropy(output, labels)"')
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=positive,
+        help="choose the layout for so many ranks, with --cluster, as `parc plan`",
+    )
+    parser.add_argument("--cluster", metavar="C", help="with --ranks: a cluster by name, or a file's path")
     parser.add_argument("--dp", type=positive, default=2, help="ranks that split the batch; default: 2")
     parser.add_argument("--tp", type=positive, default=2, help="ranks that split layers; default: 2")
 
@@ -68,6 +75,12 @@ def init_command(args: argparse.Namespace) -> int:
     if unsized:
         say(f"parc init: `{unsized[0]}` of `--input` has no size; say it, as `--sizes {unsized[0]}=16`")
         return 2
+    if (args.ranks is None) != (args.cluster is None):
+        say(
+            "parc init: `--ranks` and `--cluster` go together: the fastest layout is that of so many ranks on a cluster"
+        )
+        return 2
+    sizes = args.sizes if args.ranks is None else {BATCH: max(8, args.ranks)} | args.sizes
     line = model_line(args.model, dict(args.values), real_path(args.out).parent)
     with stages() as progress:
         progress("loading torch")
@@ -75,15 +88,18 @@ def init_command(args: argparse.Namespace) -> int:
         from parc.proposing.proposal import Wish, propose
 
         inputs = dict(args.inputs)
-        wish = Wish(line, {"dp": args.dp, "tp": args.tp}, inputs, args.sizes, args.loss, _head(args))
+        wish = Wish(line, {"dp": args.dp, "tp": args.tp}, inputs, sizes, args.loss, _head(args))
         try:
             proposal = propose(wish, real_path(args.out).parent, args.out.name, progress)
         except PlanError as error:
             raise PlanError(_of_draft(one, args.out.name) for one in error.diagnostics) from None
     show(warnings_of(proposal.compiled))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.out, proposal.text)
-    for text in _report(proposal, args.out):
+    text, ranks = (
+        (proposal.text, proposal.compiled.mesh.world) if args.ranks is None else (_fastest(args, proposal), args.ranks)
+    )
+    write_whole(args.out, text)
+    for text in _report(proposal, args.out, ranks):
         say(text)
     return 0
 
@@ -202,9 +218,28 @@ def _read_input(text: str) -> tuple[str, Guess]:
     return match[1], Guess(match[2], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
-def _report(proposal: Proposal, out: Path) -> Iterator[str]:
+def _fastest(args: argparse.Namespace, proposal: Proposal) -> str:
+    """Search the fastest layout of a proposed plan, print the best, and return the text of the winner."""
+    from parc.cli.plan import search_bar, search_words, winner_comments
+    from parc.compiler.clock.cluster import find_cluster
+    from parc.compiler.plan.open_plan import read_open
+    from parc.grammar.source import Source
+    from parc.searching.drafts import with_open_sizes
+    from parc.searching.pricing import ExactPrices
+    from parc.searching.search import closed_text, search
+
+    cluster, folder = find_cluster(args.cluster), real_path(args.out).parent
+    draft = Source(args.out.name, proposal.text, path=args.out)
+    opened = read_open(with_open_sizes(draft, folder, args.ranks, cluster.ranks), {})
+    with search_bar() as report:
+        outcome = search(opened, ExactPrices(folder, cluster), args.ranks, report=report)
+    print("\n".join(search_words(outcome)))
+    return closed_text(opened, outcome.best[0], [*winner_comments(outcome, cluster.name)])
+
+
+def _report(proposal: Proposal, out: Path, ranks: int) -> Iterator[str]:
     """Yield what was written, and the next commands: those of the README."""
-    build, ranks = Path("build") / out.stem, proposal.compiled.mesh.world
+    build = Path("build") / out.stem
     of_transformers = proposal.compiled.plan.model.callable.partition(":")[0] == "parc.hf"
     weights = "weights" if of_transformers else f"{out.stem}.safetensors"
     commands = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parc.cli.plan_arguments import add_defines, positive
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.grammar.bounded import real_path
+from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", dest="out", metavar="PLAN", type=Path, help="write the winner, without open names")
     parser.add_argument("--force", action="store_true", help="with -o: write over a plan that is there")
+    parser.add_argument(
+        "--open", action="store_true", help="open the sizes of the mesh, `zero` and `recompute` of a closed plan"
+    )
     parser.add_argument("--top", metavar="K", type=positive, default=5, help="the plans to print; default: 5")
     parser.add_argument("--keep-order", action="store_true", help="the axes of the mesh stay in their order")
     parser.add_argument("--json", action="store_true", help="the same as JSON on stdout")
@@ -37,7 +41,7 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 
 def plan_command(args: argparse.Namespace) -> int:
     """SearchResult, print the best plans, and write the winner."""
-    from parc.compiler.plan.include import reads_as_plan
+    from parc.compiler.plan.include import read_source, reads_as_plan
     from parc.compiler.plan.open_plan import read_open
 
     if args.out is not None and args.out.exists() and not (args.force and reads_as_plan(args.out)):
@@ -45,8 +49,11 @@ def plan_command(args: argparse.Namespace) -> int:
         way = "name another file with -o" + ("" if args.force else ", or write over it with --force")
         say(f"{args.out} {reason} as it is; {way}")
         return 1
-    opened = read_open(args.plan, dict(args.defines), args.batch)
     folder = real_path(args.plan).parent
+    source = read_source(args.plan)
+    if args.open:
+        source = _opened(args, source, folder)
+    opened = read_open(source, dict(args.defines), args.batch)
     with stages() as progress:
         progress("loading torch")
         from parc.searching.pricing import ExactPrices
@@ -61,7 +68,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.ranks is None and (left := [let.name for let in opened.lets if not let.values]):
         say(f"parc plan: `{left[0]} = ?` is what the ranks leave: add `--ranks N`")
         return 2
-    with _bar() as report:
+    with search_bar() as report:
         outcome = search(opened, ExactPrices(folder, cluster), args.ranks, args.top, args.keep_order, report)
     if args.json:
         print_json(search_json(outcome))
@@ -70,13 +77,25 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.out is not None:
         from parc.compiler.build.output_files import write_whole
 
-        write_whole(args.out, closed_text(opened, outcome.best[0], [*_comments(outcome, cluster.name)]))
+        write_whole(args.out, closed_text(opened, outcome.best[0], [*winner_comments(outcome, cluster.name)]))
         say(f"wrote {args.out}; `parc build {args.out}` builds it")
     return 0
 
 
+def _opened(args: argparse.Namespace, source: Source, folder: Path) -> Source:
+    """Return the plan with the names that size its mesh open."""
+    with stages() as progress:
+        progress("loading torch")
+        from parc.compiler.plan.plan import read_plan
+        from parc.searching.drafts import with_open_sizes
+        from parc.step_time import cluster_of
+
+    cluster = cluster_of(read_plan(source), folder, args.cluster)
+    return with_open_sizes(source, folder, args.ranks or 1 << 20, cluster.ranks if cluster is not None else 8)
+
+
 @contextmanager
-def _bar() -> Iterator[Report]:
+def search_bar() -> Iterator[Report]:
     """Return a function that shows how far a search is: a bar on a terminal, silent elsewhere."""
     if not sys.stderr.isatty():
         yield lambda *_: None
@@ -158,7 +177,7 @@ def search_json(outcome: SearchResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _comments(outcome: SearchResult, cluster: str) -> Iterator[str]:
+def winner_comments(outcome: SearchResult, cluster: str) -> Iterator[str]:
     """Yield the comments above a winner: by what it was chosen, and how far it is ahead."""
     from parc.searching.search import choice_text
     from parc.step_time import seconds_text

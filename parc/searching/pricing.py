@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,17 @@ from parc.compiler.clock.cluster import Cluster
 from parc.compiler.plan.plan import Plan
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Captures, compile_with
+from parc.grammar.codes import code_pages
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.format import format_statement
 from parc.grammar.syntax import size_in_both
 from parc.mesh_order import best_order
 from parc.report import memory_of
 from parc.step_time import PricedStep, framework_bytes, price
 
+_OVER = re.compile(r"\bover (\w+)")
+_IDLE = re.compile(r"zero\s+0\b|recompute\s+none$")
+_NAMED = re.compile(r"(schedule\s+)\S+ (microbatches \S+)( chunks \S+)?")
 Parts = Mapping[str, float]
 
 
@@ -78,9 +84,11 @@ class ExactPrices:
         """
         return compile_with(self.captures, plan)
 
-    def price(self, choice: Mapping[str, str], plan: Plan, keep_order: bool = False) -> PricedPlan | Rejected:
+    def price(
+        self, choice: Mapping[str, str], plan: Plan, keep_order: bool = False, estimate: Figures | None = None
+    ) -> PricedPlan | Rejected:
         """Return the figures of a plan, or the reason why it is none. With ``keep_order`` the axes of its mesh stay in
-        their order.
+        their order; ``estimate`` are the figures that chose it.
 
         Raises:
             ClusterError: the cluster has too few nodes, or no peak for the type of its products.
@@ -97,7 +105,7 @@ class ExactPrices:
         if excess := over_memory(memory, self.cluster):
             return excess
         figures = Figures(step.time.seconds, step.time.parts(step.time.longest), step.mfu, memory)
-        return PricedPlan(choice, tuple(order), plan, figures, _exposed(compiled), step=step)
+        return PricedPlan(choice, tuple(order), plan, figures, _exposed(compiled), estimate, step)
 
 
 def over_memory(memory: int, cluster: Cluster) -> Rejected | None:
@@ -112,7 +120,7 @@ def over_memory(memory: int, cluster: Cluster) -> Rejected | None:
 def rejected(error: PlanError) -> Rejected:
     """Return the reason that an error of a plan is."""
     first = next(one for one in error.diagnostics if one.is_error)
-    return Rejected(first.code.name, first.message)
+    return Rejected(code_pages()[first.code.name].title, first.message)
 
 
 def _exposed(compiled: Compiled) -> Mapping[str, int]:
@@ -125,3 +133,17 @@ def _exposed(compiled: Compiled) -> Mapping[str, int]:
                 sent[row["axis"]] += row["wire_bytes"] * row["count_per_step"]
         most = max(most, sent, key=lambda counts: counts.total())
     return dict(most)
+
+
+def effect_of(plan: Plan) -> tuple[str, ...]:
+    """Return what a plan's lines do, the same for choices that make the same plan: without lines that do nothing, over
+    an axis of one rank for example."""
+    lines = []
+    staged = any(plan.mesh.size(line.axis.text) > 1 for line in plan.stages if line.axis.text in plan.mesh)
+    for statement in plan.statements:
+        text = format_statement(statement)
+        axes = [axis for axis in _OVER.findall(text) if axis == "none" or axis in plan.mesh]
+        idle = axes and all(axis == "none" or plan.mesh.size(axis) == 1 for axis in axes)
+        if not (idle or _IDLE.match(text)):
+            lines.append(text if staged else _NAMED.sub(r"\1\2", text))
+    return tuple(lines)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from parc.compiler.clock.cluster import ClusterError
 from parc.compiler.plan.open_plan import OpenChoice, OpenPlan, open_words
-from parc.compiler.plan.plan import Plan
 from parc.grammar.codes import NO_CHOICE, TOO_MANY_CHOICES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.grammar.format import format_statement
-from parc.searching.pricing import ExactPrices, Figures, PricedPlan, Rejected, rejected
+from parc.grammar.source import Source
+from parc.searching.estimates import Estimate, Estimator, LayoutSizes, SizedChoice, StructureKey, each_structure
+from parc.searching.pricing import ExactPrices, Figures, PricedPlan, Rejected, effect_of, rejected
+from parc.searching.shorter import counted_layers
 
 MOST_COMBINATIONS = 10**6
 """The most combinations of values that a search goes through."""
-_OVER = re.compile(r"\bover (\w+)")
-_IDLE = re.compile(r"zero\s+0\b|recompute\s+none$")
-_NAMED = re.compile(r"(schedule\s+)\S+ (microbatches \S+)( chunks \S+)?")
+_MOST_TRIED = 3
+"""The plans that are compiled to find one that is legal, for each of those that are printed."""
 RANKS = "ranks"
 """The kind of a rejection: the mesh has another number of ranks."""
 
@@ -40,6 +40,13 @@ class SearchResult:
     """For each kind of reason, the choice that lacks least."""
     stopped: bool = False
     """True where the search was interrupted: the best are those until then."""
+
+    structures: int = 0
+    """The structures that were compiled for estimates, 0 where every choice was compiled."""
+
+    def keep(self, priced: PricedPlan, top: int) -> None:
+        """Keep a plan if it is among the best."""
+        self.best = sorted([*self.best, priced], key=lambda one: one.figures.seconds)[:top]
 
     def reject(self, choice: OpenChoice, reason: Rejected) -> None:
         """Count a choice that is no plan."""
@@ -72,30 +79,14 @@ def search(
         {tuple(c[let.name] for let in plan.lets if let.values) for c in choices}
     )
     outcome.cut += Counter()
-    effects: set[object] = set()
+    example = plan.example()[1]
+    layers = counted_layers(example, prices.folder) if Estimator.serves(plan, example) and len(choices) > top else None
     try:
-        for at, choice in enumerate(choices):
-            report(at, len(choices), outcome.best[0].figures.seconds if outcome.best else None)
-            try:
-                closed = plan.plan(choice)
-            except PlanError as error:
-                outcome.reject(choice, rejected(error))
-                continue
-            effect = effect_of(closed)
-            if effect in effects:
-                outcome.alike += 1
-                continue
-            effects.add(effect)
-            try:
-                priced = prices.price(choice, closed, keep_order)
-            except ClusterError as error:
-                outcome.reject(choice, Rejected("cluster", str(error)))
-                continue
-            if isinstance(priced, Rejected):
-                outcome.reject(choice, priced)
-                continue
-            outcome.priced += 1
-            outcome.best = sorted([*outcome.best, priced], key=lambda one: one.figures.seconds)[:top]
+        if layers is None:
+            _by_compiling(outcome, choices, prices, top, keep_order, report)
+        else:
+            estimator = Estimator(plan, example, layers, prices.cluster, keep_order)
+            _by_estimates(outcome, choices, estimator, prices, top, report)
     except KeyboardInterrupt:
         outcome.stopped = True
     if not outcome.best:
@@ -103,18 +94,108 @@ def search(
     return outcome
 
 
-def effect_of(plan: Plan) -> tuple[str, ...]:
-    """Return what a plan's lines do, the same for choices that make the same plan: without lines that do nothing, over
-    an axis of one rank for example."""
-    lines = []
-    staged = any(plan.mesh.size(line.axis.text) > 1 for line in plan.stages if line.axis.text in plan.mesh)
-    for statement in plan.statements:
-        text = format_statement(statement)
-        axes = [axis for axis in _OVER.findall(text) if axis == "none" or axis in plan.mesh]
-        idle = axes and all(axis == "none" or plan.mesh.size(axis) == 1 for axis in axes)
-        if not (idle or _IDLE.match(text)):
-            lines.append(text if staged else _NAMED.sub(r"\1\2", text))
-    return tuple(lines)
+def _by_compiling(
+    outcome: SearchResult,
+    choices: Sequence[OpenChoice],
+    prices: ExactPrices,
+    top: int,
+    keep_order: bool,
+    report: Report,
+) -> None:
+    """Compile and price each choice."""
+    effects: set[object] = set()
+    for at, choice in enumerate(choices):
+        report(at, len(choices), outcome.best[0].figures.seconds if outcome.best else None)
+        try:
+            closed = outcome.plan.plan(choice)
+        except PlanError as error:
+            outcome.reject(choice, rejected(error))
+            continue
+        effect = effect_of(closed)
+        if effect in effects:
+            outcome.alike += 1
+            continue
+        effects.add(effect)
+        priced = _price(outcome, choice, partial(prices.price, choice, closed, keep_order))
+        if priced is not None:
+            outcome.priced += 1
+            outcome.keep(priced, top)
+
+
+def _price(outcome: SearchResult, choice: OpenChoice, price: Callable[[], PricedPlan | Rejected]) -> PricedPlan | None:
+    """Return a priced plan; None for a choice that is rejected, which is counted."""
+    try:
+        priced = price()
+    except ClusterError as error:
+        priced = Rejected("cluster", str(error))
+    if isinstance(priced, Rejected):
+        outcome.reject(choice, priced)
+        return None
+    return priced
+
+
+def _by_estimates(
+    outcome: SearchResult, choices: Sequence[OpenChoice], estimator: Estimator, prices: ExactPrices, top: int,
+    report: Report,
+) -> None:  # fmt: skip
+    """Estimate each choice by its structure, and compile and price the best."""
+    structures = _structures(outcome, choices, estimator)
+    estimates: list[Estimate] = []
+    done, total = 0, sum(map(len, structures.values()))
+    for number, found, rejections in each_structure(estimator, structures):
+        estimates += found
+        done += number
+        for choice, reason in rejections:
+            outcome.reject(choice, reason)
+        report(done, total, min((one.figures.seconds for one in estimates), default=None))
+    outcome.priced = len(estimates)
+    outcome.structures = len(structures)
+    estimates.sort(key=lambda one: one.figures.seconds)
+    chosen = set[object]()
+    for tried, one in enumerate(estimates):
+        if len(outcome.best) == top or tried > _MOST_TRIED * top:
+            break
+        closed = estimator.closed(one)
+        if closed.text in chosen:
+            continue
+        chosen.add(closed.text)
+        report(len(outcome.best), top, one.figures.seconds)
+
+        def price(one: Estimate = one, closed: Source = closed) -> PricedPlan | Rejected:
+            try:
+                return prices.price(one.choice, outcome.plan.read(closed), True, one.figures)
+            except PlanError as error:
+                return rejected(error)
+
+        priced = _price(outcome, one.choice, price)
+        if priced is not None:
+            outcome.keep(priced, top)
+
+
+def _structures(
+    outcome: SearchResult, choices: Sequence[OpenChoice], estimator: Estimator
+) -> dict[StructureKey, list[SizedChoice]]:
+    """Return the choices of each structure, those that make one plan once."""
+    known: dict[StructureKey, StructureKey] = {}
+    effects: dict[tuple[str, ...], StructureKey] = {}
+    members: dict[StructureKey, dict[LayoutSizes, OpenChoice]] = {}
+    for choice in choices:
+        sizes = estimator.sizes_of(choice)
+        if reason := estimator.misfit(sizes):
+            outcome.reject(choice, reason)
+            continue
+        key = estimator.key_of(choice, sizes)
+        if key not in known:
+            try:
+                known[key] = effects.setdefault(estimator.effect(key), key)
+            except PlanError as error:
+                outcome.reject(choice, rejected(error))
+                continue
+        of_key = members.setdefault(known[key], {})
+        if sizes in of_key:
+            outcome.alike += 1
+        of_key.setdefault(sizes, choice)
+    return {key: [(choice, sizes) for sizes, choice in of_key.items()] for key, of_key in members.items()}
 
 
 def _nothing_legal(outcome: SearchResult) -> Diagnostic:
@@ -148,5 +229,6 @@ def why(one: Figures, other: Figures) -> Iterator[tuple[str, float]]:
 
 def closed_text(plan: OpenPlan, best: PricedPlan, comments: Sequence[str]) -> str:
     """Return the text of the winner: the plan without open names, with comments above it."""
-    text = plan.closed(best.choice, best.order).text
+    same = best.order == best.plan.mesh.names
+    text = best.plan.source.text if same else plan.closed(best.choice, best.order).text
     return "".join(f"# {comment}\n" for comment in comments) + text

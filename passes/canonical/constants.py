@@ -120,7 +120,7 @@ def _compare_ranges(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.
     if comparison is None or len(operands) != 2:
         return None
     first_is_row, least = comparison
-    first, second = (known[operand] for operand in operands)
+    first, second = (_each_once(known[operand]) for operand in operands)
     high, low = (first, second) if first_is_row else (second, first)
     if int(high.min()) - int(low.max()) < least:
         return None
@@ -129,6 +129,13 @@ def _compare_ranges(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.
 
 def _uniform(value: torch.Tensor) -> bool:
     return value.numel() > 0 and all(s == 0 or n == 1 for s, n in zip(value.stride(), value.shape, strict=True))
+
+
+def _each_once(value: torch.Tensor) -> torch.Tensor:
+    """Return a value with one entry along the dims that repeat it, as a mask is repeated for every sample."""
+    for dim, stride in enumerate(value.stride()):
+        value = value.narrow(dim, 0, 1) if stride == 0 and value.shape[dim] > 1 else value
+    return value
 
 
 def _first(value: torch.Tensor) -> torch.Tensor:
@@ -182,10 +189,7 @@ def _square(mask: fx.Node) -> bool:
 
 def _is_causal(mask: torch.Tensor) -> bool:
     size = mask.shape[-1]
-    for dim, stride in enumerate(mask.stride()[:-2]):
-        if stride == 0:  # it is repeated for every sample
-            mask = mask.narrow(dim, 0, 1)
-    return bool((mask == torch.ones(size, size, dtype=torch.bool).tril()).all())
+    return bool((_each_once(mask) == torch.ones(size, size, dtype=torch.bool).tril()).all())
 
 
 def _unexpanded(mask: Any) -> Any:
@@ -218,6 +222,6 @@ def _line_of(value: torch.Tensor, dim: int) -> torch.Tensor | None:
     """Return the entries along one dim of a value that repeats them in all others, or None."""
     if value.dim() < -dim:
         return None
-    line = value.movedim(dim, -1)
+    line = _each_once(value.movedim(dim, -1))
     first = line[(0,) * (line.dim() - 1)]
-    return first if bool((line == first).all()) else None
+    return first.expand(value.shape[dim]) if bool((line == first).all()) else None

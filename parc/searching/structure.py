@@ -1,0 +1,417 @@
+"""Structures: a plan compiled for a short model on a few ranks, whose programs tell the time and the memory of whole
+models on many meshes.
+
+Of a pipeline it has four stages: the first, two in the middle with two and three blocks, and the last. What a block
+adds is the difference of those in the middle; what the first and the last stage have beside blocks follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parc.compiler.analysis.communication import placed_messages
+from parc.compiler.analysis.liveness import Liveness, local_bytes
+from parc.compiler.clock.cluster import Cluster
+from parc.compiler.clock.programs import InFlight, ProgramTime
+from parc.compiler.clock.sweeps import SweptLinks, SweptProgram
+from parc.compiler.layout.sweep import SizeSweep, greatest
+from parc.compiler.program.actions import (
+    ACTIONS,
+    BACKWARD,
+    FORWARD,
+    Action,
+    phases_of,
+    send_kind,
+)
+from parc.compiler.program.binding import PARAMETERS, Binding
+from parc.compiler.program.program import Program
+from parc.compiler.program.roles import Role
+from parc.compiler.schedules import timelines
+from parc.compiler.schedules.timeline import peak_live
+from parc.compiling.compiled import Compiled
+from parc.report import memory_of, states_of
+from parc.searching.shorter import Layers
+from parc.step_time import update_seconds
+
+STAGES, MIDDLE = 4, (2, 3)
+"""The stages of a structure with a pipeline, and the blocks of those in the middle."""
+SHORT = 3, 5
+"""The blocks of the two models of a structure without a pipeline."""
+
+
+class PerLayer(NamedTuple):
+    """A quantity of a stage or a role: what it is without blocks, what a block adds, and what the first and the last
+    stage have more."""
+
+    base: Any
+    layer: Any
+    first: Any = 0.0
+    last: Any = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> PerLayer:
+        """Return it from its values for the four stages of a structure, or for two whole models."""
+        if len(values) == len(SHORT):
+            layer = (values[1] - values[0]) / (SHORT[1] - SHORT[0])
+            return cls(values[0] - SHORT[0] * layer, layer)
+        layer = (values[2] - values[1]) / (MIDDLE[1] - MIDDLE[0])
+        base = values[1] - MIDDLE[0] * layer
+        return cls(base, layer, values[0] - base - layer, values[3] - base - layer)
+
+    def at(self, layers: Any, first: bool, last: bool) -> Any:
+        """Return it for a stage, or a role, of so many blocks."""
+        return self.base + layers * self.layer + first * self.first + last * self.last
+
+
+@dataclass
+class SweptStep:
+    """The quantities of a structure on the meshes of a sweep, by name. Those of work are of one action of a stage;
+    ``before`` and ``after`` are a role's seconds before and behind all work, ``update`` a part of the latter."""
+
+    work: Mapping[str, PerLayer]
+    first: PerLayer
+    """The seconds that the first forward waits for weights that are on their way."""
+    last: PerLayer
+    """The seconds that the last backward takes longer than the others."""
+    before: PerLayer
+    after: PerLayer
+    update: PerLayer
+    send: Any
+    """The seconds of a message between stages."""
+    held: PerLayer
+    """The bytes of a role's training state."""
+    saved: PerLayer
+    """The bytes that a stage saves for the backward of a microbatch."""
+    most: Mapping[str, Any]
+    """The bytes beside these at the peak, by kind of stage."""
+    exposed: PerLayer
+    """The seconds in which a forward and a backward wait for messages."""
+    short: Mapping[str, Any]
+    """For each axis, the places in which some dim does not divide by its ranks."""
+    uneven: Mapping[str, Any]
+    """For each axis, the places in which the batch does not."""
+
+
+@dataclass
+class Structure:
+    """A plan compiled for a short model, or for two where there is no pipeline. ``samples`` is the batch of a
+    microbatch in its programs."""
+
+    compiled: Sequence[Compiled]
+    layers: Layers
+    samples: int
+    cluster: Cluster
+
+    @property
+    def staged(self) -> bool:
+        """True where the structure has a pipeline."""
+        return len(self.compiled) == 1
+
+    @property
+    def padded(self) -> bool:
+        """True where parameters are padded to multiples of the ranks."""
+        return any(compiled.pads for compiled in self.compiled)
+
+    @cached_property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The groups of axes that messages travel over."""
+        roles = [(compiled, role) for compiled in self.compiled for role in compiled.build.roles.values()]
+        found = {
+            compiled.mesh.spread(placed.message.axes) for compiled, role in roles for _, placed in placed_messages(role)
+        }
+        return sorted(found)
+
+    def _roles(self) -> list[tuple[Compiled, Role]]:
+        """Return the roles in the order of their stages, each with the compilation that it is from."""
+        return [(compiled, role) for compiled in self.compiled for role in compiled.build.roles.values()]
+
+    def swept(self, sweep: SizeSweep, links: SweptLinks) -> SweptStep:
+        """Return the quantities of a step on the meshes of a sweep."""
+        parts = [self._part(compiled, role, sweep, links) for compiled, role in self._roles()]
+        _complete([part.work for part in parts])
+        work = {kind: PerLayer.of([part.work[kind] for part in parts]) for kind in parts[0].work}
+        names = ("first", "last", "before", "after", "update", "held", "saved", "exposed")
+        fields = {name: PerLayer.of([getattr(part, name) for part in parts]) for name in names}
+        most = self._most(parts, sweep)
+        return SweptStep(
+            work=work, send=parts[0].send, most=most, short=dict(sweep.short), uneven=dict(sweep.uneven), **fields
+        )
+
+    def _part(self, compiled: Compiled, role: Role, sweep: SizeSweep, links: SweptLinks) -> _RoleParts:
+        clocks: dict[str, SweptProgram] = {}
+        for key, program in role.programs.items():
+            clocks[key] = SweptProgram(program, sweep, links)
+        swept = replace(role, programs={key: clock.program for key, clock in clocks.items()})
+        stage = role.stages[0]
+        parts = _RoleParts()
+        arriving: Mapping[Binding, InFlight] = {}
+        seen = False
+        lasts = {action.kind: action for action in role.actions if action.works}
+        for action in role.actions:
+            key = action.program_in(role.programs)
+            if action.works:
+                seen = True
+                if action.kind in parts.work:
+                    continue
+                clock = clocks[key]
+                time = clock.run(clock.program.main)
+                parts.work[action.kind] = time.seconds
+                if action.kind in (FORWARD, BACKWARD, phases_of(BACKWARD)[0]):
+                    parts.exposed = parts.exposed + time.spent.parts["exposed"]
+                if action.kind == FORWARD:
+                    late = clock.run(clock.program.main, _needed(arriving, clock.program))
+                    parts.first = late.seconds - time.seconds
+                continue
+            if action.message is not None or key not in clocks:
+                continue
+            clock = clocks[key]
+            if not seen:
+                time = clock.run(clock.program.main)
+                parts.before = parts.before + time.seconds
+                arriving = {**arriving, **_at_end(time)}
+        arriving = {}
+        for kind, action in lasts.items():
+            clock = clocks[action.program_in(role.programs)]
+            if action.accumulates and clock.program.last is not None:
+                time = clock.run(clock.program.last)
+                parts.last = parts.last + time.seconds - parts.work[kind]
+                arriving = {**arriving, **_at_end(time)}
+        for action in role.actions:
+            key = action.program_in(role.programs)
+            if action.works or action.message is not None or ACTIONS[action.kind].place != "after" or key not in clocks:
+                continue
+            clock = clocks[key]
+            time = clock.run(clock.program.main, _needed(arriving, clock.program))
+            parts.after = parts.after + time.seconds
+        parts.update = update_seconds(compiled.build, compiled.plan, swept, links.cluster)
+        parts.after = parts.after + parts.update
+        states = states_of(compiled.build, compiled.plan, swept)
+        parts.held = sum((sum(sizes.values()) for sizes in states.values()), start=0.0)
+        key = Action(stage, FORWARD).program_in(role.programs)
+        forward = clocks[key].program
+        parts.saved = _saved_bytes(role.programs[key], forward)
+        parts.made, parts.weights = _made_bytes(forward), _weight_bytes(forward)
+        parts.send = self._send(forward, role, links)
+        return parts
+
+    def _send(self, forward: Program, role: Role, links: SweptLinks) -> Any:
+        values = forward.main.values()
+        size = sum(local_bytes(values[name].type, forward) for name in forward.main.returned("sent").values())
+        return links.send_along(role.axis, size) if role.axis and not isinstance(size, int) else 0.0
+
+    def _most(self, parts: Sequence[_RoleParts], sweep: SizeSweep) -> dict[str, Any]:
+        """Return the bytes at the peak of each kind of stage beside training state and saved values. They are estimated
+        where activations are largest beside weights, and where they are smallest; between these places they are taken
+        as a sum of parts in proportion to what a forward makes and to its weights."""
+        most: dict[str, Any] = {}
+        names = ("first", "", "middle", "last") if self.staged else ("", "whole")
+        for (compiled, role), part, name in zip(self._roles(), parts, names, strict=True):
+            if not name:
+                continue
+            made, weights = np.broadcast_arrays(part.made, part.weights)
+            share = made / np.maximum(weights, 1.0)
+            places = sorted({int(share.argmin()), int(share.argmax())}) if np.ptp(share) > share.min() else [0]
+            rest = [_rest(compiled, role, sweep.one(at)) for at in places]
+            both = np.array([[made[at], weights[at]] for at in places])
+            factors = np.linalg.lstsq(both / both.max(axis=0), np.array(rest), rcond=None)[0] / both.max(axis=0)
+            most[name] = np.maximum(made * factors[0] + weights * factors[1], min(rest))
+        return most
+
+
+def _rest(compiled: Compiled, role: Role, place: SizeSweep) -> float:
+    """Return the bytes of a role at its peak, beside state and saved values, on one mesh."""
+    swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
+    state = sum(sum(sizes.values()) for sizes in states_of(compiled.build, compiled.plan, swept).values())
+    forward = swept.programs[Action(role.stages[0], FORWARD).program_in(swept.programs)]
+    peak = memory_of(compiled.build, compiled.plan, swept).peak_bytes
+    return max(float(peak - state - peak_live(role.actions) * _saved_bytes(forward, forward)), 0.0)
+
+
+@dataclass
+class _RoleParts:
+    """The quantities of one role of a structure."""
+
+    work: dict[str, Any] = field(default_factory=dict)
+    first: Any = 0.0
+    last: Any = 0.0
+    before: Any = 0.0
+    after: Any = 0.0
+    update: Any = 0.0
+    held: Any = 0.0
+    saved: Any = 0.0
+    made: Any = 0.0
+    weights: Any = 0.0
+    send: Any = 0.0
+    exposed: Any = 0.0
+
+
+def _complete(works: Sequence[dict[str, Any]]) -> None:
+    """Give every stage the times of whole backwards and of their phases, of which it may have only one: a whole
+    backward takes what its phases do, and the first stage's phases are as long in proportion as those of the second."""
+    phases = phases_of(BACKWARD)
+    for work in works:
+        if BACKWARD not in work and all(kind in work for kind in phases):
+            work[BACKWARD] = sum(work[kind] for kind in phases)
+    both = next((work for work in works if all(kind in work for kind in phases)), None)
+    for work in works if both is not None else ():
+        for kind in phases:
+            assert both is not None
+            work.setdefault(kind, work[BACKWARD] * (both[kind] / sum(both[phase] for phase in phases)))
+
+
+def _needed(arriving: Mapping[Binding, InFlight], program: Program) -> dict[Binding, InFlight]:
+    """Return the messages under way that a program's main function awaits."""
+    bindings = {value.binding for value in program.main.parameters}
+    return {key: message for key, message in arriving.items() if key in bindings}
+
+
+def _at_end(time: ProgramTime) -> dict[Binding, InFlight]:
+    """Return what a program leaves under way, from its end on."""
+    return {key: replace(message) for key, message in time.left.items()}
+
+
+def _saved_bytes(program: Program, swept: Program) -> Any:
+    """Return the bytes that a forward keeps for the backward of its microbatch, each storage once; on the meshes of the
+    same program as it is ``swept``."""
+    main = program.main
+    root = Liveness(program).root(main)
+    own = {root[value.name] for value in main.parameters if value.binding is not None and value.name in root}
+    values, seen, total = main.values(), set(own), 0.0
+    for binding, name in main.returns:
+        if binding.home == "stage" and root.get(name, name) not in seen:
+            seen.add(root.get(name, name))
+            total = total + local_bytes(values[name].type, swept)
+    return total
+
+
+def _weight_bytes(program: Program) -> Any:
+    """Return the bytes of the weights that a forward reads."""
+    bound = program.main.bound(*PARAMETERS, "weight").values()
+    return sum((local_bytes(value.type, program) for value in bound), start=0.0)
+
+
+def _made_bytes(program: Program) -> Any:
+    """Return the bytes of all results of a forward's lines, those of each block once."""
+    lines = (line for function in program.functions for line in function.lines if not line.calls_function)
+    return sum((local_bytes(value.type, program) for line in lines for value in line.made), start=0.0)
+
+
+# ---- a whole step
+
+
+class LayoutTime(NamedTuple):
+    """The seconds, the bubble of the longest rank, its waits, the update, and the bytes of the fullest rank: arrays."""
+
+    seconds: Any
+    bubble: Any
+    exposed: Any
+    update: Any
+    memory: Any
+
+
+def one_stage(step: SweptStep, layers: int, microbatches: int) -> LayoutTime:
+    """Return the time and the memory of plans without a pipeline."""
+    forward, backward = step.work[FORWARD].at(layers, True, True), step.work[BACKWARD].at(layers, True, True)
+    edges = sum(part.at(layers, True, True) for part in (step.before, step.first, step.last, step.after))
+    seconds = edges + microbatches * (forward + backward)
+    memory = step.held.at(layers, True, True) + step.saved.at(layers, True, True) + step.most["whole"]
+    exposed = microbatches * step.exposed.at(layers, True, True)
+    return LayoutTime(seconds, 0.0 * seconds, exposed, step.update.at(layers, True, True), memory)
+
+
+@lru_cache(maxsize=512)
+def _played(name: str, stages: int, microbatches: int, chunks: int) -> Mapping[str, Sequence[Action]]:
+    return timelines(name, stages, microbatches, chunks, as_run=True)
+
+
+def pipeline(
+    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], live: Sequence[int], name: str, microbatches: int,
+    chunks: int,
+) -> LayoutTime:  # fmt: skip
+    """Return the time and the memory of plans with a pipeline: ``cuts`` are the blocks of each stage, ``ranks`` the
+    rank of each, and ``live`` the microbatches whose activations it holds."""
+    stages = len(cuts)
+    seconds = {
+        (stage, kind): part.at(cuts[stage], stage == 0, stage == stages - 1)
+        for stage in range(stages) for kind, part in step.work.items()
+    }  # fmt: skip
+    of_rank = [[stage for stage in range(stages) if ranks[stage] == rank] for rank in range(max(ranks) + 1)]
+
+    def role(part: PerLayer, rank: int) -> Any:
+        layers = sum(cuts[stage] for stage in of_rank[rank])
+        return part.at(layers, 0 in of_rank[rank], stages - 1 in of_rank[rank])
+
+    actions = _played(name, stages, microbatches, chunks)
+    ends = play(actions, seconds, step.send, [role(step.before, rank) + role(step.first, rank)
+                                              for rank in range(len(of_rank))])  # fmt: skip
+    after = [role(step.last, rank) + role(step.after, rank) for rank in range(len(of_rank))]
+    totals = [end + more for end, more in zip(ends, after, strict=True)]
+    total = greatest(*totals) if len(totals) > 1 else totals[0]
+    busy = [
+        sum(seconds[action.stage, action.kind] for action in rank_actions if action.works) + role(step.before, rank)
+        + role(step.first, rank) + after[rank] for rank, rank_actions in enumerate(actions.values())
+    ]  # fmt: skip
+    held = [
+        role(step.held, rank) + sum(live[stage] * step.saved.at(cuts[stage], stage == 0, stage == stages - 1)
+                                    for stage in stages_of)
+        + greatest(*(step.most["first" if stage == 0 else "last" if stage == stages - 1 else "middle"]
+                    for stage in stages_of), 0.0)
+        for rank, stages_of in enumerate(of_rank)
+    ]  # fmt: skip
+    exposed = [
+        microbatches * sum(step.exposed.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of)
+        for stages_of in of_rank
+    ]
+    update = greatest(*(role(step.update, rank) for rank in range(len(of_rank))))
+    return LayoutTime(total, total - greatest(*busy), greatest(*exposed), update, greatest(*held))
+
+
+def play(
+    actions: Mapping[str, Sequence[Action]], seconds: Mapping[tuple[int, str], Any], latency: Any, start: Sequence[Any]
+) -> list[Any]:
+    """Return when each rank has done its work: as ``simulate``, with arrays of times."""
+    sent: dict[Action, Any] = {}
+    at, now = [0] * len(actions), [*start]
+    moved = True
+    while moved:
+        moved = False
+        for rank, of_rank in enumerate(actions.values()):
+            while at[rank] < len(of_rank):
+                action = of_rank[at[rank]]
+                row = action.message
+                if row is not None and row.sends:
+                    sent[action] = now[rank] + latency
+                elif row is not None:
+                    message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
+                    if message not in sent:
+                        break
+                    now[rank] = greatest(now[rank], sent[message])
+                elif action.works:
+                    now[rank] = now[rank] + seconds[action.stage, action.kind]
+                at[rank] += 1
+                moved = True
+    return now
+
+
+def even_cuts(layers: int, extra: Sequence[float], ranks: Sequence[int], layer: float) -> list[int]:
+    """Return the blocks of each stage, so that the busiest rank has least work: ``extra`` is what a stage has beside
+    blocks, and ``layer`` the work of a block.
+
+    >>> even_cuts(10, [1.0, 0, 0, 2.0], [0, 1, 2, 3], 1.0)
+    [2, 3, 3, 2]
+    """
+    work = [0.0] * (max(ranks) + 1)
+    for stage, rank in enumerate(ranks):
+        work[rank] += extra[stage] + layer
+    cuts = [1] * len(ranks)
+    for _ in range(layers - len(ranks)):
+        rank = min(range(len(work)), key=lambda rank: (round(work[rank] / layer, 6), rank))
+        stage = min((stage for stage, of in enumerate(ranks) if of == rank), key=lambda stage: (cuts[stage], stage))
+        cuts[stage] += 1
+        work[rank] += layer
+    return cuts
