@@ -124,7 +124,8 @@ def test_an_estimate_of_a_structure_is_the_price_of_the_compiled_plan(
     exact = ExactPrices(EXAMPLES, cluster).price(choice, plan.read(estimator.closed(estimate)), keep_order=True)
     assert isinstance(exact, PricedPlan)
     assert estimate.figures.seconds == pytest.approx(exact.figures.seconds, rel=0.02)
-    assert estimate.figures.memory == pytest.approx(exact.figures.memory, rel=0.02)
+    memory, exactly = (figures.memory - figures.framework for figures in (estimate.figures, exact.figures))
+    assert memory == pytest.approx(exactly, rel=0.1)
 
 
 def test_a_search_ends_in_plans_that_are_priced_from_their_own_programs() -> None:

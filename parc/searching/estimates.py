@@ -24,7 +24,7 @@ from parc.compiler.layout.sweep import Lanes
 from parc.compiler.plan.open_plan import OpenChoice, OpenPlan
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import BACKWARD, FORWARD
-from parc.compiler.schedules import V_SHAPES, live_microbatches, places_of, problem
+from parc.compiler.schedules import V_SHAPES, places_of, problem
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.driver import Captures, compile_with
 from parc.grammar.bounded import real_path
@@ -42,6 +42,7 @@ from parc.searching.structure import (
     Structure,
     SweptStep,
     even_cuts,
+    held_microbatches,
     one_stage,
     pipeline,
 )
@@ -282,7 +283,7 @@ class Estimator:
             time, cuts = self._timed(step, np.array(lanes), pipe, microbatches, name, chunks)
             for number, at in enumerate(lanes):
                 place, figures = places[at], self._figures(time, number, structure)
-                if reason := self._over(figures, structure):
+                if reason := self._over(figures):
                     rejections[id(place.choice)] = place.choice, reason
                 else:
                     result.append(Estimate(place.choice, place.order, figures, tuple(cuts[number])))
@@ -352,7 +353,8 @@ class Estimator:
             return one_stage(at, blocks, microbatches), [[] for _ in lanes]
         stages = pipe * chunks
         ranks = places_of(name, stages, microbatches, chunks)
-        live = live_microbatches(name, stages, microbatches, chunks)
+        share = float(np.mean(step.deferred.layer) / max(float(np.mean(step.saved.layer)), 1.0))
+        live = held_microbatches(name, stages, microbatches, chunks, round(share, 1))
         layer = work[FORWARD].layer + work[BACKWARD].layer
         extra = [work[FORWARD].at(0, stage == 0, stage == stages - 1)
                  + work[BACKWARD].at(0, stage == 0, stage == stages - 1) for stage in range(stages)]  # fmt: skip
@@ -374,15 +376,15 @@ class Estimator:
             "optimizer": update,
             "work": seconds - bubble - exposed - update,
         }
-        return Figures(seconds, parts, 0.0, int(memory) + self._framework(structure))
+        return Figures(seconds, parts, 0.0, int(memory) + self._framework(structure), self._framework(structure))
 
     def _framework(self, structure: Structure) -> int:
         """Return the framework's own bytes on a device."""
         own = self.cluster.framework
         return int(own.context + len(structure.groups) * own.communicator)
 
-    def _over(self, figures: Figures, structure: Structure) -> Rejected | None:
-        framework, budget = self._framework(structure), self.example.budget
+    def _over(self, figures: Figures) -> Rejected | None:
+        framework, budget = figures.framework, self.example.budget
         if budget is not None and budget.memory is not None and figures.memory - framework > budget.memory:
             over, most = figures.memory - framework - budget.memory, size_in_both(budget.memory)
             words = f"needs {size_in_both(figures.memory - framework)} a rank, and the plan's budget is {most}"

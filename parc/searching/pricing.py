@@ -37,6 +37,8 @@ class Figures:
     parts: Parts
     mfu: float
     memory: int
+    framework: int
+    """The framework's part of the memory."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class ExactPrices:
         memory += framework_bytes(step)
         if excess := over_memory(memory, self.cluster):
             return excess
-        figures = Figures(step.time.seconds, step.time.parts(step.time.longest), step.mfu, memory)
+        figures = Figures(
+            step.time.seconds, step.time.parts(step.time.longest), step.mfu, memory, framework_bytes(step)
+        )
         return PricedPlan(choice, tuple(order), plan, figures, _exposed(compiled), estimate, step)
 
 

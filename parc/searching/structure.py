@@ -87,6 +87,8 @@ class SweptStep:
     """The bytes of a role's training state."""
     saved: PerLayer
     """The bytes that a stage saves for the backward of a microbatch."""
+    deferred: PerLayer
+    """The bytes that the first phase of a backward hands to the second."""
     most: Mapping[str, Any]
     """The bytes beside these at the peak, by kind of stage."""
     exposed: PerLayer
@@ -135,7 +137,12 @@ class Structure:
         parts = [self._part(compiled, role, sweep, links) for compiled, role in self._roles()]
         _complete([part.work for part in parts])
         work = {kind: PerLayer.of([part.work[kind] for part in parts]) for kind in parts[0].work}
-        names = ("first", "last", "before", "after", "update", "held", "saved", "exposed")
+        both = next((part for part in parts if not isinstance(part.deferred, float)), None)
+        for part in parts if both is not None else ():
+            if isinstance(part.deferred, float):  # the first stage has no second phase in the structure
+                assert both is not None
+                part.deferred = part.saved * (both.deferred / both.saved)
+        names = ("first", "last", "before", "after", "update", "held", "saved", "deferred", "exposed")
         fields = {name: PerLayer.of([getattr(part, name) for part in parts]) for name in names}
         most = self._most(parts, sweep)
         return SweptStep(
@@ -195,6 +202,9 @@ class Structure:
         key = Action(stage, FORWARD).program_in(role.programs)
         forward = clocks[key].program
         parts.saved = _saved_bytes(role.programs[key], forward)
+        key = Action(stage, phases_of(BACKWARD)[0]).program_in(role.programs)
+        if key in role.programs:
+            parts.deferred = _saved_bytes(role.programs[key], clocks[key].program)
         parts.made, parts.weights = _made_bytes(forward), _weight_bytes(forward)
         parts.send = self._send(forward, role, links)
         return parts
@@ -244,6 +254,7 @@ class _RoleParts:
     update: Any = 0.0
     held: Any = 0.0
     saved: Any = 0.0
+    deferred: Any = 0.0
     made: Any = 0.0
     weights: Any = 0.0
     send: Any = 0.0
@@ -276,7 +287,7 @@ def _at_end(time: ProgramTime) -> dict[Binding, InFlight]:
 
 
 def _saved_bytes(program: Program, swept: Program) -> Any:
-    """Return the bytes that a forward keeps for the backward of its microbatch, each storage once; on the meshes of the
+    """Return the bytes that a program keeps for a later one of its microbatch, each storage once; on the meshes of the
     same program as it is ``swept``."""
     main = program.main
     root = Liveness(program).root(main)
@@ -330,11 +341,11 @@ def _played(name: str, stages: int, microbatches: int, chunks: int) -> Mapping[s
 
 
 def pipeline(
-    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], live: Sequence[int], name: str, microbatches: int,
+    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], live: Sequence[Live], name: str, microbatches: int,
     chunks: int,
 ) -> LayoutTime:  # fmt: skip
     """Return the time and the memory of plans with a pipeline: ``cuts`` are the blocks of each stage, ``ranks`` the
-    rank of each, and ``live`` the microbatches whose activations it holds."""
+    rank of each, and ``live`` the microbatches of which it holds something."""
     stages = len(cuts)
     seconds = {
         (stage, kind): part.at(cuts[stage], stage == 0, stage == stages - 1)
@@ -357,8 +368,9 @@ def pipeline(
         + role(step.first, rank) + after[rank] for rank, rank_actions in enumerate(actions.values())
     ]  # fmt: skip
     held = [
-        role(step.held, rank) + sum(live[stage] * step.saved.at(cuts[stage], stage == 0, stage == stages - 1)
-                                    for stage in stages_of)
+        role(step.held, rank)
+        + sum(number * part.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of
+              for number, part in zip(live[stage], (step.saved, step.deferred), strict=True))
         + greatest(*(step.most["first" if stage == 0 else "last" if stage == stages - 1 else "middle"]
                     for stage in stages_of), 0.0)
         for rank, stages_of in enumerate(of_rank)
@@ -369,6 +381,35 @@ def pipeline(
     ]
     update = greatest(*(role(step.update, rank) for rank in range(len(of_rank))))
     return LayoutTime(total, total - greatest(*busy), greatest(*exposed), update, greatest(*held))
+
+
+Live = tuple[int, int]
+"""The microbatches of a stage whose activations it holds, and those that wait for the second phase of backward."""
+
+
+@lru_cache(maxsize=512)
+def held_microbatches(name: str, stages: int, microbatches: int, chunks: int, share: float) -> tuple[Live, ...]:
+    """Return the microbatches of each stage when its rank holds the most of all its stages. What waits for the second
+    phase of a backward takes a ``share`` of what a forward saves.
+
+    >>> held_microbatches("1f1b", 3, 8, 1, 1.0), held_microbatches("zb-h1", 2, 4, 1, 2.0)
+    (((3, 0), (2, 0), (1, 0)), ((1, 1), (0, 2)))
+    """
+    result: dict[int, Live] = {}
+    first, second = phases_of(BACKWARD)
+    for actions in _played(name, stages, microbatches, chunks).values():
+        counts = {action.stage: [0, 0] for action in actions if action.works}
+        most = -1.0
+        for action in actions:
+            if not action.works:
+                continue
+            count = counts[action.stage]
+            count[0] += (action.kind == FORWARD) - (action.kind in (BACKWARD, first))
+            count[1] += (action.kind == first) - (action.kind == second)
+            if (total := sum(saved + share * waits for saved, waits in counts.values())) > most:
+                most = total
+                result |= {stage: (saved, waits) for stage, (saved, waits) in counts.items()}
+    return tuple(result[stage] for stage in range(stages))
 
 
 def play(
@@ -403,7 +444,7 @@ def even_cuts(layers: int, extra: Sequence[float], ranks: Sequence[int], layer: 
     blocks, and ``layer`` the work of a block.
 
     >>> even_cuts(10, [1.0, 0, 0, 2.0], [0, 1, 2, 3], 1.0)
-    [2, 3, 3, 2]
+    [3, 3, 3, 1]
     """
     work = [0.0] * (max(ranks) + 1)
     for stage, rank in enumerate(ranks):
