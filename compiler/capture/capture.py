@@ -41,6 +41,7 @@ from .experts.forms import Capacity, with_experts
 from .experts.lists import unstacked
 from .faults import MASK, CaptureError, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
+from .known import AsksValues, KnownValues
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
 from .observer import check_module, fault_of
@@ -99,12 +100,14 @@ def capture(
     ranged: bool = False,
     capacities: Mapping[str, Capacity] = MappingProxyType({}),
     returns: bool = False,
+    buffers: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({}),
 ) -> Captured:
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` has fake tensors of ``mode``; nothing is computed. ``ranged``: trace in a form that is the same at other
     sizes of the inputs, unless the model's own code differs. Without a ``loss`` the model alone is traced.
     ``capacities``: those of experts, by module. ``returns``: the graph also has the tensors that the model returns.
+    ``buffers``: the initial values, by name, of buffers that have the same ones in every run.
 
     Raises:
         CaptureError: a hook on gradients, control flow that depends on data, a returned cache, a loss that is no
@@ -112,6 +115,7 @@ def capture(
     """
     check_module(model)
     step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
+    step.known = known = KnownValues(buffers)
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
@@ -126,12 +130,14 @@ def capture(
             without_checkpoints(no_checkpoint),
             without_validation(),
             with_experts(model, capacities),
+            known.noting(),
             torch.backends.mkldnn.flags(enabled=False),
         ):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
             _check_constants(exported)
+            _drop_asked(exported.graph)
             exported = functional(exported)
     except CaptureError:
         raise
@@ -142,6 +148,10 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
+    for name in known.used.intersection(captured.updates):
+        message = f"the model's control flow depends on the buffer `{name}`, which a step writes"
+        help_ = "give it the value that training goes on with, or compute both sides and choose with `torch.where`"
+        raise CaptureError("control", message, help=help_)
     read = {name for name, node in captured.placeholders("buffer").items() if node.users}
     check_memory(model, frozenset(captured.updates), step.attributes.assigned - read)
     for name in sorted(read & step.attributes.assigned):
@@ -165,14 +175,17 @@ class _ModelAndLoss(nn.Module):
         self._call, self._loss = call, loss
         self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
+        self.known = KnownValues({})
         # facts of a call, in an object of their own: a trace restores attributes
         self.stage = SimpleNamespace(in_loss=False, returned=())
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = dict(zip(self._names, values, strict=True))
+        self.known.read(self.model)
         # buffers are assigned last, after all that reads them
         with (
             self._mode,
+            AsksValues(self.known),
             HiddenWrites(self.model),
             assigned_in_place(self.model),
             unstacked(self.model, parts=False),
@@ -195,6 +208,14 @@ class _ModelAndLoss(nn.Module):
         returned = returned_tensors(output) if self._returns else {}
         self.stage.returned = tuple(returned)
         return *losses, *returned.values()
+
+
+def _drop_asked(graph: fx.Graph) -> None:
+    """Remove the operators whose numbers the model's code got in a trace."""
+    for node in reversed(graph.nodes):
+        asks = torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or node.target is aten.item.default
+        if asks and not node.users:
+            graph.erase_node(node)
 
 
 def _check_constants(exported: torch.export.ExportedProgram) -> None:
