@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -72,6 +72,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     returned: tuple[str, ...] = ()
     """The names of the tensors that the model returns, if the capture has them."""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """The buffers by whose initial values the model's code decided, with hashes of these."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -148,7 +150,7 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
-    for name in known.used.intersection(captured.updates):
+    for name in known.asked.keys() & {*captured.updates}:
         message = f"the model's control flow depends on the buffer `{name}`, which a step writes"
         help_ = "give it the value that training goes on with, or compute both sides and choose with `torch.where`"
         raise CaptureError("control", message, help=help_)
@@ -159,7 +161,7 @@ def capture(
     select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
-    return captured
+    return replace(captured, asked=known.asked)
 
 
 class _ModelAndLoss(nn.Module):

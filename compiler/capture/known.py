@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from hashlib import blake2b
 from typing import Any, NamedTuple, final
 from unittest import mock
 
@@ -56,7 +57,7 @@ class _Call:
     changed: frozenset[int]
     """The storages that it makes or writes."""
     written: frozenset[int]
-    """Of these, the ones that were there before."""
+    """Those of them that were there before."""
 
 
 @final
@@ -71,8 +72,8 @@ class KnownValues:
         self._initial = buffers
         self._buffers: dict[int, tuple[str, Callable[[], Tensor]]] = {}
         self._within = False
-        self.used: set[str] = set()
-        """The buffers whose numbers the forward asked for, or what is made of them."""
+        self.asked: dict[str, str] = {}
+        """The buffers whose numbers the forward asked for, or what is made of them, with hashes of these."""
 
     def read(self, model: nn.Module) -> None:
         """Note the buffers that a forward begins with."""
@@ -163,7 +164,9 @@ class KnownValues:
         for at in sorted(chosen):
             self._run(self._calls[at])
         self._calls = [call for at, call in enumerate(self._calls) if at not in chosen]
-        self.used |= {self._buffers[one][0] for one in needed & self._buffers.keys()}
+        for name, compute in (self._buffers[one] for one in needed & self._buffers.keys()):
+            if name not in self.asked:
+                self.asked[name] = fingerprint(compute())
 
     def _run(self, call: _Call) -> None:
         def real(leaf: Any) -> Any:
@@ -205,8 +208,15 @@ def _really() -> Iterator[None]:
         yield
 
 
+def fingerprint(value: Tensor) -> str:
+    """Return a hash of numbers that every machine computes: whole numbers as they are, of others the signs and which
+    are infinite."""
+    exact = value.sign().nan_to_num(3) * (1 + value.isinf().int()) if value.is_floating_point() else value
+    return blake2b(exact.to(torch.int64).numpy().tobytes(), digest_size=16).hexdigest()
+
+
 def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -257,7 +267,8 @@ class AsksValues(TorchFunctionMode):
             data, options = with_numbers(args[0], self._known.value)
             args, kwargs = (data, *args[1:]), {**options, **kwargs}
         elif function in (Tensor.__bool__, Tensor.item) and args[0].dtype == torch.bool and args[0].numel() == 1:
-            if self._known.value(args[0]) is None and (passes := _passing()) is not None:
+            passes = _passing() if self._known.value(args[0]) is None else None
+            if passes is not None:
                 return passes
         return function(*args, **kwargs)
 
@@ -298,7 +309,9 @@ def with_numbers(
 
 def _replaced(before: Any, after: Any) -> Iterator[Any]:
     """Yield what has come in the place of each tensor."""
-    for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(after, is_leaf=lambda x: x is None), strict=True):
+    for old, new in zip(
+        pytree.tree_leaves(before), pytree.tree_leaves(after, is_leaf=lambda x: x is None), strict=True
+    ):
         if isinstance(old, Tensor):
             yield new
 

@@ -333,8 +333,8 @@ def deep_copies_by_operators() -> Iterator[None]:
 @contextmanager
 def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
     """Enter a block in which ``numpy`` returns a fake tensor's numbers, in an array that cannot be written,
-    ``torch.tensor`` reads those of tensors in a list, and ``torch.frombuffer`` returns a fake tensor. Storages that safetensors fills are noted: transformers does so in threads,
-    which are under no mode, so their tensors are real."""
+    ``torch.tensor`` reads those of tensors in a list, and ``torch.frombuffer`` returns a fake tensor. Storages that
+    safetensors fills are noted: transformers does so in threads, which are under no mode, so their tensors are real."""
     as_array, of_buffer, as_tensor, of_list = Tensor.numpy, torch.frombuffer, torch.asarray, torch.tensor
 
     def numpy(tensor: Tensor, **options: Any) -> Any:
@@ -358,8 +358,8 @@ def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
             data, types = with_numbers(data, recorder.whole)
         return of_list(data, **{**types, **options})
 
-    functions = {"frombuffer": frombuffer, "asarray": asarray, "tensor": tensor}
-    with mock.patch.object(Tensor, "numpy", numpy), mock.patch.multiple(torch, **functions):
+    functions = mock.patch.multiple(torch, frombuffer=frombuffer, asarray=asarray, tensor=tensor)
+    with mock.patch.object(Tensor, "numpy", numpy), functions:
         yield
 
 
