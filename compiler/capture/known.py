@@ -57,7 +57,7 @@ class _Call:
     changed: frozenset[int]
     """The storages that it makes or writes."""
     written: frozenset[int]
-    """Those of them that were there before."""
+    """The ones of them that were there before."""
 
 
 @final

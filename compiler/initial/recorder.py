@@ -592,5 +592,6 @@ def _exponential(bound: Bound) -> Law | None:
 
 _LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
+    "permutation": lambda bound: None, "classes": lambda bound: None,
 }  # fmt: skip
 """The laws by their names in operator rows; None for a call whose numbers can only be drawn all together."""

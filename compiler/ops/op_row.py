@@ -43,7 +43,7 @@ TILE = 1 << 18
 """The entries of temporaries that kernels make at once on a CPU, so that several passes over them stay in its cache."""
 DRAW_BLOCK = 1 << 15
 """The entries that are drawn in one pass on a CPU: in the cache, and too few for torch to wake a second thread."""
-LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
+LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential", "permutation", "classes"]
 """The distribution of the numbers that an operator draws."""
 
 
