@@ -71,6 +71,7 @@ OWN_RULES: dict[str, OpRow] = {
     "parc.token_loss.default": OpRow(
         rule("t v, t -> t"), precision="loss", reduces="exponentials", counted=(0, 1), ignored_at=2, replaced=True
     ),
+    "parc.row_terms.default": OpRow(rule("t v, t -> t, t"), precision="loss", reduces="exponentials"),
     "parc.row_max.default": OpRow(precision="sensitive", reduces="max"),
     "parc.loss_parts.default": OpRow(
         rule("t v, t 1, t -> c! t"), precision="loss", reduces="exponentials", counted=(0, 1), named_at=2,
