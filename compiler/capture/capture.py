@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -118,23 +118,10 @@ def capture(
     check_module(model)
     step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
     step.known = known = KnownValues(buffers)
-    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:
-        # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
-        with (
-            quiet(exporting=True),
-            one_frame(_is_model_code),
-            without_code_and_layouts(),
-            with_unread_draws(),
-            with_forwards_of_functions(),
-            without_checkpoints(no_checkpoint),
-            without_validation(),
-            with_experts(model, capacities),
-            known.noting(),
-            torch.backends.mkldnn.flags(enabled=False),
-        ):
+        with _traced(model, capacities, known):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
@@ -150,10 +137,7 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
-    for name in known.asked.keys() & {*captured.updates}:
-        message = f"the model's control flow depends on the buffer `{name}`, which a step writes"
-        help_ = "give it the value that training goes on with, or compute both sides and choose with `torch.where`"
-        raise CaptureError("control", message, help=help_)
+    known.check_unwritten(captured.updates)
     read = {name for name, node in captured.placeholders("buffer").items() if node.users}
     check_memory(model, frozenset(captured.updates), step.attributes.assigned - read)
     for name in sorted(read & step.attributes.assigned):
@@ -162,6 +146,26 @@ def capture(
     as_pairs(captured.graph)
     check_values(captured.graph)
     return replace(captured, asked=known.asked)
+
+
+@contextmanager
+def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownValues) -> Iterator[None]:
+    """Enter an export of a model."""
+    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+    # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
+    with (
+        quiet(exporting=True),
+        one_frame(_is_model_code),
+        without_code_and_layouts(),
+        with_unread_draws(),
+        with_forwards_of_functions(),
+        without_checkpoints(no_checkpoint),
+        without_validation(),
+        with_experts(model, capacities),
+        known.noting(),
+        torch.backends.mkldnn.flags(enabled=False),
+    ):
+        yield
 
 
 class _ModelAndLoss(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -94,6 +94,17 @@ class KnownValues:
 
         with mock.patch.object(FakeTensorMode, "dispatch", dispatch):
             yield
+
+    def check_unwritten(self, updates: Collection[str]) -> None:
+        """Check that a step writes none of the buffers by which the forward decided.
+
+        Raises:
+            CaptureError: it does.
+        """
+        for name in self.asked.keys() & {*updates}:
+            message = f"the model's control flow depends on the buffer `{name}`, which a step writes"
+            help_ = "give it the value that training goes on with, or compute both sides and choose with `torch.where`"
+            raise CaptureError("control", message, help=help_)
 
     def _hold(self, tensor: Tensor) -> None:
         self._held[_storage_of(tensor)] = tensor.untyped_storage()

@@ -27,11 +27,11 @@ _SOFTMAX, _LOG_SOFTMAX = aten.softmax.int, aten.log_softmax.int
 _LOG_SUM, _GATHER, _LOSS = aten.logsumexp.default, aten.gather.default, OPS.token_loss.default
 
 
-Groups = Mapping[fx.Node, list[fx.Node]]
+RowOperators = Mapping[fx.Node, list[fx.Node]]
 """The operators on rows of logits, in order, by the logits."""
 
 
-def rows_of_logits(graph: fx.Graph) -> Groups:
+def rows_of_logits(graph: fx.Graph) -> RowOperators:
     """Return the operators on rows of the same logits, in order: those of the loss, and of the model itself where no
     submodule computes it. Logits of which there are token losses alone are left out."""
     groups: dict[fx.Node, list[fx.Node]] = {}
@@ -52,7 +52,7 @@ def sum_padded_rows(graph: fx.Graph, pads: BoundPads) -> None:
         _rewrite(graph, groups, lambda root: noted(copies[root]).value.shape[-1] != noted(root).value.shape[-1])
 
 
-def sum_split_rows(graph: fx.Graph, groups: Groups, placed: Placed, claimed: Collection[ValueKey]) -> None:
+def sum_split_rows(graph: fx.Graph, groups: RowOperators, placed: Placed, claimed: Collection[ValueKey]) -> None:
     """The pass that writes rows of logits as sums of their parts where a first round of placing splits them. It takes a
     canonical graph, and changes it in place; ``claimed`` values stay."""
 
@@ -64,7 +64,7 @@ def sum_split_rows(graph: fx.Graph, groups: Groups, placed: Placed, claimed: Col
     _rewrite(graph, groups, is_split)
 
 
-def _rewrite(graph: fx.Graph, groups: Groups, chosen: Callable[[fx.Node], bool]) -> None:
+def _rewrite(graph: fx.Graph, groups: RowOperators, chosen: Callable[[fx.Node], bool]) -> None:
     for root, nodes in groups.items():
         if chosen(root):
             _Rows(graph, root, nodes).rewrite()
