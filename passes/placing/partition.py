@@ -253,11 +253,10 @@ class Partition:
                 for state in states:
                     state[axis] = result
         operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
-        if expand := EXPANSIONS.get(node.target):
-            *expanded, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], self._note)
-            for index, result in enumerate(expanded):
-                self.forms[node, index] = {placement: result}
-                self.state[node, index] = placement
+        if facts(node.target).reduces == "exponentials":
+            terms, placement = expand_rows(self.graph, self.mesh, node, operands, parts, self._note)
+            for index, term in enumerate(terms):
+                self.forms[node, index], self.state[node, index] = {placement: term}, placement
             return
         results = []
         for index, state in enumerate(states):
@@ -464,12 +463,14 @@ Note = Callable[[fx.Node, list[TensorType | None]], None]
 """A function that notes the types of a new node, and its place in the model."""
 
 
-def _sums_of_rows(
+def expand_rows(
     graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
-) -> tuple[Callable[..., fx.Node], Sequence[fx.Node], Placement]:
-    """Compute ``peak``, ``sum(exp(x - peak))`` and ``x[target] - peak`` of each row. Each rank's part of the vocabulary
-    gives partial sums of both terms, which are summed in one message: no rank holds whole logits. Return a function
-    that adds an operator on rows, the three, and the rows' placement."""
+) -> tuple[Sequence[fx.Node], Placement]:
+    """Expand a sum of exponentials over rows of logits, with the entries of targets. Each rank's part of the vocabulary
+    gives partial sums of ``exp(x - peak)`` and ``x[target] - peak``, which are summed in one message: no rank holds
+    whole logits. A token loss is the logarithm of the one less the other; ``row_terms`` are both, to which the peak is
+    added again: its gradients cancel. ``parts`` are the factors that the operator splits. Return the results, and their
+    placement."""
     logits, targets = operands
     vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
     type_ = node_type(logits)
@@ -496,36 +497,14 @@ def _sums_of_rows(
     if vocab:
         sums = emit(OPS.convert.default, (sums, ",".join(vocab), "P", "I"), (2, rows), at=stacked)
     total, picked = (emit(aten.select.int, (sums, 0, at)) for at in range(2))
-    return emit, (peak, total, picked), result
-
-
-def _token_loss(
-    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
-) -> tuple[fx.Node, Placement]:
-    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``."""
-    emit, (_, total, picked), result = _sums_of_rows(graph, mesh, node, operands, parts, note)
-    loss = emit(aten.sub.Tensor, (emit(aten.log.default, (total,)), picked))
-    lead = node_type(operands[1]).placement
-    counted = emit(aten.ne.Scalar, (operands[1], node.args[2]), dtype=torch.bool, at=lead.data())
-    return emit(aten.mul.Tensor, (loss, counted)), result
-
-
-def _row_terms(
-    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
-) -> tuple[fx.Node, fx.Node, Placement]:
-    """Compute ``log(sum(exp(x - peak))) + peak`` and ``(x[target] - peak) + peak``; the peak's gradients cancel."""
-    emit, (peak, total, picked), result = _sums_of_rows(graph, mesh, node, operands, parts, note)
-    peak = emit(aten.reshape.default, (peak, [*node_type(total).shape]), at=result.data())
-    log_sum = emit(aten.add.Tensor, (emit(aten.log.default, (total,)), peak))
-    return log_sum, emit(aten.add.Tensor, (picked, peak)), result
-
-
-Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Note], tuple[Any, ...]]
-
-EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss, OPS.row_terms.default: _row_terms}
-"""The function that emits several operators in place of each of these. It gets the graph and mesh, the node with its
-operands as it wants them, the factor that it splits on each axis, and a ``Note``; it returns the results and their
-placement."""
+    total = emit(aten.log.default, (total,))
+    if node.target is OPS.row_terms.default:
+        peak = emit(aten.reshape.default, (peak, [rows]), at=result.data())
+        return [emit(aten.add.Tensor, (term, peak)) for term in (total, picked)], result
+    loss = emit(aten.sub.Tensor, (total, picked))
+    lead = node_type(targets).placement
+    counted = emit(aten.ne.Scalar, (targets, node.args[2]), dtype=torch.bool, at=lead.data())
+    return [emit(aten.mul.Tensor, (loss, counted))], result
 
 
 # ---- passes over the typed graph

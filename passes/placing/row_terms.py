@@ -18,14 +18,11 @@ from torch import fx
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import ancestors
 from ...compiler.ops.own_ops import OPS, aten
+from ...compiler.ops.rules import facts
 from ..calls import ValueKey, key_of
 from ..canonical.pad import BoundPads, pad
 from ..canonical.rewriter import Canonicalizer
 from .propagate import Placed
-
-_SOFTMAX, _LOG_SOFTMAX = aten.softmax.int, aten.log_softmax.int
-_LOG_SUM, _GATHER, _LOSS = aten.logsumexp.default, aten.gather.default, OPS.token_loss.default
-
 
 RowOperators = Mapping[fx.Node, list[fx.Node]]
 """The operators on rows of logits, in order, by the logits."""
@@ -38,7 +35,9 @@ def rows_of_logits(graph: fx.Graph) -> RowOperators:
     for node in graph.nodes:
         if node.op == "call_function" and _is_of_rows(node) and (noted(node).in_loss or not noted(node).origin.module):
             groups.setdefault(_root(_logits_of(node)), []).append(node)
-    return {root: nodes for root, nodes in groups.items() if any(node.target is not _LOSS for node in nodes)}
+    return {
+        root: nodes for root, nodes in groups.items() if any(facts(node.target).of_rows != "loss" for node in nodes)
+    }
 
 
 def sum_padded_rows(graph: fx.Graph, pads: BoundPads) -> None:
@@ -73,22 +72,26 @@ def _rewrite(graph: fx.Graph, groups: RowOperators, chosen: Callable[[fx.Node], 
 
 def _is_of_rows(node: fx.Node) -> bool:
     """Return whether an operator reduces, or normalizes, the last dim of its logits, and keeps their type."""
-    if node.target is _LOSS:
-        return True
-    if node.target not in (_SOFTMAX, _LOG_SOFTMAX, _LOG_SUM, _GATHER):
-        return False
+    kind = facts(node.target).of_rows
+    if kind in ("", "loss"):
+        return kind != ""
     value = noted(node.args[0]).value  # type: ignore[arg-type]
     dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
     last = value.dim() > 0 and [dim % value.dim() for dim in dims] == [value.dim() - 1]
-    one = node.target is not _GATHER or noted(node).value.shape == (*value.shape[:-1], 1)
+    one = kind != "entry" or noted(node).value.shape == (*value.shape[:-1], 1)
     return last and one and noted(node).value.dtype == value.dtype
 
 
 def _logits_of(node: fx.Node) -> Any:
     """Return the logits of an operator; those of a gather of log probabilities are below these."""
     logits: Any = node.args[0]
-    below = node.target is _GATHER and logits.target is _LOG_SOFTMAX and _is_of_rows(logits)
+    below = facts(node.target).of_rows == "entry" and _is_log_softmax(logits)
     return logits.args[0] if below else logits
+
+
+def _is_log_softmax(node: fx.Node) -> bool:
+    computed = node.op == "call_function" and facts(node.target).of_rows == "log softmax"
+    return computed and _is_of_rows(node)
 
 
 def _root(logits: fx.Node) -> fx.Node:
@@ -103,13 +106,13 @@ def _root(logits: fx.Node) -> fx.Node:
 
 def _targets_of(node: fx.Node) -> Any:
     """Return the targets of an operator, in whatever shape; None where it has none."""
-    at = {_LOSS: 1, _GATHER: 2}.get(node.target)
-    return None if at is None else node.args[at]
+    kind = facts(node.target).of_rows
+    return node.args[1 if kind == "loss" else 2] if kind in ("loss", "entry") else None
 
 
 def _plain(targets: fx.Node) -> fx.Node:
     """Return the value of which targets are another shape."""
-    while targets.target in (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim):
+    while targets.op == "call_function" and facts(targets.target).moves == "shape":
         targets = targets.args[0]  # type: ignore[assignment]
     return targets
 
@@ -119,7 +122,7 @@ class _Rows:
 
     def __init__(self, graph: fx.Graph, root: fx.Node, nodes: list[fx.Node]) -> None:
         self._c, self._graph, self._nodes, self._near = Canonicalizer(graph), graph, nodes, nodes[0]
-        self._below = {node for node in nodes if node.target is _GATHER and _logits_of(node) is not node.args[0]}
+        self._below = {node for node in nodes if _logits_of(node) is not node.args[0]}
         self._logs: dict[fx.Node, fx.Node] = {}
         """The log probabilities of logits in each shape."""
         self._logits = self._rows(root, noted(root).value.shape[-1])
@@ -164,19 +167,19 @@ class _Rows:
         """Rewrite the operators, each in its place."""
         for node in self._nodes:
             self._near = node
-            value = noted(node).value
+            kind, value = facts(node.target).of_rows, noted(node).value
             targets, (log_sum, entry) = _targets_of(node), self._terms
             if targets is not None and (self._chosen is None or _plain(targets) is not _plain(self._chosen)):
-                if node.target is _LOSS:
+                if kind == "loss":
                     continue
                 log_sum, entry = self._terms_with(targets)
-            if node.target is _LOSS:
+            if kind == "loss":
                 kept = self._emit(aten.ne.Scalar, targets, node.args[2])
                 new = self._emit(aten.mul.Tensor, self._emit(aten.sub.Tensor, log_sum, entry), kept)
-            elif node.target is _GATHER:
+            elif kind == "entry":
                 new = self._emit(aten.sub.Tensor, entry, log_sum) if node in self._below else entry
                 new = self._emit(aten.reshape.default, new, list(value.shape))
-            elif node.target is _LOG_SUM:
+            elif kind == "log sum":
                 new = self._emit(aten.reshape.default, log_sum, list(value.shape))
             else:
                 logits: Any = node.args[0]
@@ -184,5 +187,5 @@ class _Rows:
                     total = self._emit(aten.reshape.default, log_sum, [*value.shape[:-1], 1])
                     self._logs[logits] = self._emit(aten.sub.Tensor, logits, total)
                 new = self._logs[logits]
-                new = self._emit(aten.exp.default, new) if node.target is _SOFTMAX else new
+                new = self._emit(aten.exp.default, new) if kind == "softmax" else new
             self._c.replace(node, new)
