@@ -122,7 +122,10 @@ def _captured(
             f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"
         )
         notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
-        help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
+        help_ = (
+            "draw with `torch.rand`, `torch.randn`, `torch.randint`, `torch.randperm` or `torch.bernoulli`, or make it"
+            " an input"
+        )
         raise PlanError(
             [Diagnostic(UNCOUNTED_DRAW, message, Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
         )
