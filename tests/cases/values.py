@@ -43,8 +43,8 @@ _DRAWN = list(models.KINDS)[list(models.KINDS).index("randint") :]
 
 @dataclass(frozen=True)
 class Written:
-    """A case: a plan's text, the model in plain PyTorch, its loss, and the expected outcome. ``by_checks``: the checks of
-    a build alone compare it with the module, as they draw the same numbers, and stack experts as it does."""
+    """A case: a plan's text, the model in plain PyTorch, its loss, and the expected outcome. ``by_checks``: the
+    checks of a build alone compare it with the module, as they draw the same numbers, and stack experts as it does."""
 
     text: str
     make: Callable[[], nn.Module]
