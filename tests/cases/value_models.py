@@ -99,7 +99,8 @@ def _nothing(m: Any) -> None:
     """Make nothing more."""
 
 
-Make, Compute = Callable[[Any], None], Callable[[Any, Tensor], Tensor]
+Make = Callable[[Any], None]
+Compute = Callable[[Any, Tensor], Tensor]
 KINDS: dict[str, tuple[Make, Compute]] = {
     "flag": (_flags, _flag),
     "flag that a step sets": (_unset, _flag),
