@@ -24,10 +24,9 @@ from tests.cases.values import case, compiled_case
 
 QUICK = (
     "flag, dp", "flag that a step sets, dp", "checks, dp", "branch, dp", "mask, tp", "mask that is written, dp",
-    "frequencies, dp", "lengths, tp", "list of numbers, dp", "places, dp", "positions, tp", "randint, tp", "random_, dp",
-    "randperm, dp",
-    "several classes, dp", "poisson, dp", "mask made", "mask of an input", "experts unpacked", "experts counted",
-    "smooth, 27 classes", "entropy, 28 classes", "selected, 27 classes",
+    "frequencies, dp", "lengths, tp", "list of numbers, dp", "places, dp", "positions, tp", "randint, tp",
+    "random_, dp", "randperm, dp", "several classes, dp", "poisson, dp", "mask made", "mask of an input",
+    "experts unpacked", "experts counted", "smooth, 27 classes", "entropy, 28 classes", "selected, 27 classes",
 )  # fmt: skip
 
 
