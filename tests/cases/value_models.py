@@ -128,7 +128,7 @@ KINDS: dict[str, tuple[Make, Compute]] = {
     "gamma": (_nothing, lambda m, h: h + torch.distributions.Gamma(h.abs() + 1, 1.0).rsample()),
     "generator": (_nothing, lambda m, h: h + torch.rand(h.shape, generator=torch.Generator())),
 }
-"""What stands between the layers, by name: what a model makes for it, and what it computes."""
+"""The kinds of what stands between the layers, by name: what a model makes for it, and what it computes."""
 
 
 class Attending(nn.Module):
