@@ -37,6 +37,7 @@ from .placing.heads import few_heads
 from .placing.partition import Partition, Reshard, fuse_bias, lift_parameters
 from .placing.propagate import Placed, check_sites, propagate
 from .placing.registered import check_registered, explained
+from .placing.row_terms import rows_of_logits, sum_padded_rows, sum_split_rows
 from .placing.sites import names_of, site_types, site_values
 from .placing.stored import Stored, store_parameters
 from .placing.token_slices import heads_over, slice_tokens
@@ -223,6 +224,7 @@ GLOBAL_PASSES = (
     Pass("packed rows", mark_packed, "graph", changes="graph"),
     Pass("reference", reference_program, "graph count counts seed divisions microbatches experts", gives="reference"),
     Pass("precision", narrow, "graph precision", changes="graph"),
+    Pass("rows of padded logits", sum_padded_rows, "graph pads", changes="graph"),
     Pass("padding", pad, "graph pads", changes="graph"),
     Pass("detached values", stop_gradients, "graph", changes="graph"),
     Pass("rows and blocks", _marks, "graph count units", changes="graph count"),
@@ -236,6 +238,14 @@ def _claimed(graph: fx.Graph, claims: Sequence[Claim[Binding]]) -> Sequence[Clai
     if any(claim.site for claim in claims):
         values |= {Binding("value", name): key for name, key in site_values(graph).items()}
     return [claim.at(values[claim.value]) for claim in claims if claim.value in values]
+
+
+def _split_rows(graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim[Binding]]) -> None:
+    """Write rows of logits that a first round of placing splits as sums of their parts."""
+    groups = rows_of_logits(graph)
+    if groups:
+        claimed = _claimed(graph, claims)
+        sum_split_rows(graph, groups, propagate(graph, mesh, claimed), {claim.value for claim in claimed})
 
 
 def _place_values(
@@ -266,6 +276,7 @@ def _cleaned(typed: fx.Graph) -> None:
 
 
 PLACING_PASSES = (
+    Pass("rows of logits", _split_rows, "graph mesh claims", changes="graph"),
     Pass("claims", _claimed, "graph claims", gives="claimed"),
     Pass("placements", _place_values, "graph mesh claimed fused context experts", gives="placed"),
     Pass("conversions", _converted, "graph mesh placed choices levels", gives="typed reshards"),

@@ -114,7 +114,7 @@ class Readers(nn.Module):
 
 
 class Reordering(nn.Module):
-    """A model that draws an order, which no stream counts."""
+    """A model that draws numbers of events, which no stream counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Reordering(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[b, 8]`` to ``[b, 4]``."""
-        return self.head(x[:, torch.randperm(8)])
+        return self.head(torch.poisson(x.exp()))
 
 
 def mean_square(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

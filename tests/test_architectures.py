@@ -70,5 +70,5 @@ def test_a_draw_that_no_stream_counts_is_refused_at_its_line() -> None:
     with pytest.raises(PlanError) as refused:
         made("Reordering", inputs, "", 2, 1)
     (diagnostic,) = refused.value.diagnostics
-    assert diagnostic.code.name == "P0221" and "aten.randperm" in diagnostic.message
+    assert diagnostic.code.name == "P0221" and "aten.poisson" in diagnostic.message
     assert any("architectures.py:" in note for note in diagnostic.notes)

@@ -94,6 +94,7 @@ MANIFEST_FORM: Form = {
         "names": [str], "shape": [int], "dtype": str, "optional?": bool
     }]}),
     "model_files?": str,
+    "asked?": Each(str),
     "exported?": {"more?": [str], "without?": [str], "complex?": [str], "configs": Maybe(Each(dict))},
     "seed": int,
     "state": Each(_FLOAT),

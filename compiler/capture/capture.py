@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -41,6 +41,7 @@ from .experts.forms import Capacity, with_experts
 from .experts.lists import unstacked
 from .faults import MASK, CaptureError, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
+from .known import AsksValues, KnownValues
 from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
 from .observer import check_module, fault_of
@@ -71,6 +72,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     returned: tuple[str, ...] = ()
     """The names of the tensors that the model returns, if the capture has them."""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """The buffers by whose initial values the model's code decided, with hashes of these."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -99,12 +102,14 @@ def capture(
     ranged: bool = False,
     capacities: Mapping[str, Capacity] = MappingProxyType({}),
     returns: bool = False,
+    buffers: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({}),
 ) -> Captured:
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` has fake tensors of ``mode``; nothing is computed. ``ranged``: trace in a form that is the same at other
     sizes of the inputs, unless the model's own code differs. Without a ``loss`` the model alone is traced.
     ``capacities``: those of experts, by module. ``returns``: the graph also has the tensors that the model returns.
+    ``buffers``: the initial values, by name, of buffers that have the same ones in every run.
 
     Raises:
         CaptureError: a hook on gradients, control flow that depends on data, a returned cache, a loss that is no
@@ -112,26 +117,16 @@ def capture(
     """
     check_module(model)
     step = _ModelAndLoss(model, call, loss, tuple(inputs), ranged, returns)
-    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+    step.known = known = KnownValues(buffers)
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:
-        # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
-        with (
-            quiet(exporting=True),
-            one_frame(_is_model_code),
-            without_code_and_layouts(),
-            with_unread_draws(),
-            with_forwards_of_functions(),
-            without_checkpoints(no_checkpoint),
-            without_validation(),
-            with_experts(model, capacities),
-            torch.backends.mkldnn.flags(enabled=False),
-        ):
+        with _traced(model, capacities, known):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
             _check_constants(exported)
+            _drop_asked(exported.graph)
             exported = functional(exported)
     except CaptureError:
         raise
@@ -142,6 +137,7 @@ def capture(
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
+    known.check_unwritten(captured.updates)
     read = {name for name, node in captured.placeholders("buffer").items() if node.users}
     check_memory(model, frozenset(captured.updates), step.attributes.assigned - read)
     for name in sorted(read & step.attributes.assigned):
@@ -149,7 +145,27 @@ def capture(
     select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
-    return captured
+    return replace(captured, asked=known.asked)
+
+
+@contextmanager
+def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownValues) -> Iterator[None]:
+    """Enter an export of a model."""
+    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+    # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
+    with (
+        quiet(exporting=True),
+        one_frame(_is_model_code),
+        without_code_and_layouts(),
+        with_unread_draws(),
+        with_forwards_of_functions(),
+        without_checkpoints(no_checkpoint),
+        without_validation(),
+        with_experts(model, capacities),
+        known.noting(),
+        torch.backends.mkldnn.flags(enabled=False),
+    ):
+        yield
 
 
 class _ModelAndLoss(nn.Module):
@@ -165,14 +181,17 @@ class _ModelAndLoss(nn.Module):
         self._call, self._loss = call, loss
         self._names, self._returns = names, returns
         self.attributes = attribute_tensors(model)
+        self.known = KnownValues({})
         # facts of a call, in an object of their own: a trace restores attributes
         self.stage = SimpleNamespace(in_loss=False, returned=())
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = dict(zip(self._names, values, strict=True))
+        self.known.read(self.model)
         # buffers are assigned last, after all that reads them
         with (
             self._mode,
+            AsksValues(self.known),
             HiddenWrites(self.model),
             assigned_in_place(self.model),
             unstacked(self.model, parts=False),
@@ -195,6 +214,14 @@ class _ModelAndLoss(nn.Module):
         returned = returned_tensors(output) if self._returns else {}
         self.stage.returned = tuple(returned)
         return *losses, *returned.values()
+
+
+def _drop_asked(graph: fx.Graph) -> None:
+    """Remove the operators whose numbers the model's code got in a trace."""
+    for node in reversed(graph.nodes):
+        asks = torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or node.target is aten.item.default
+        if asks and not node.users:
+            graph.erase_node(node)
 
 
 def _check_constants(exported: torch.export.ExportedProgram) -> None:

@@ -57,6 +57,11 @@ class Recipe:
                 part.copy_(replay.elements(self.read, torch.arange(start, start + len(part), device=computed_on)))
             return flat.reshape(self.shape)
 
+    @property
+    def drawn(self) -> bool:
+        """Return whether it reads random numbers."""
+        return any(isinstance(node, Draw) for node in reachable(self.read.node))
+
     def _computed_on(self, device: torch.device) -> torch.device:
         return device if all(node.anywhere for node in reachable(self.read.node)) else _CPU
 

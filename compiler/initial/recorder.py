@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..capture.known import with_numbers
 from ..ops.own_ops import aten
 from ..ops.results import changed, example, results_of
 from ..ops.rules import facts
@@ -331,10 +332,10 @@ def deep_copies_by_operators() -> Iterator[None]:
 
 @contextmanager
 def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
-    """Enter a block in which ``numpy`` returns a fake tensor's numbers, in an array that cannot be written, and
-    ``torch.frombuffer`` a fake tensor. Storages that safetensors fills are noted: transformers does so in threads,
-    which are under no mode, so their tensors are real."""
-    as_array, of_buffer, as_tensor = Tensor.numpy, torch.frombuffer, torch.asarray
+    """Enter a block in which ``numpy`` returns a fake tensor's numbers, in an array that cannot be written,
+    ``torch.tensor`` reads those of tensors in a list, and ``torch.frombuffer`` returns a fake tensor. Storages that
+    safetensors fills are noted: transformers does so in threads, which are under no mode, so their tensors are real."""
+    as_array, of_buffer, as_tensor, of_list = Tensor.numpy, torch.frombuffer, torch.asarray, torch.tensor
 
     def numpy(tensor: Tensor, **options: Any) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -351,7 +352,14 @@ def arrays_and_buffers(recorder: RecipeRecorder) -> Iterator[None]:
             recorder.read_storages[source._cdata] = source
         return as_tensor(source, **options)
 
-    with mock.patch.object(Tensor, "numpy", numpy), mock.patch.multiple(torch, frombuffer=frombuffer, asarray=asarray):
+    def tensor(data: Any, **options: Any) -> Tensor:
+        types: dict[str, Any] = {}
+        if isinstance(data, (list, tuple)):
+            data, types = with_numbers(data, recorder.whole)
+        return of_list(data, **{**types, **options})
+
+    functions = mock.patch.multiple(torch, frombuffer=frombuffer, asarray=asarray, tensor=tensor)
+    with mock.patch.object(Tensor, "numpy", numpy), functions:
         yield
 
 
@@ -584,5 +592,6 @@ def _exponential(bound: Bound) -> Law | None:
 
 _LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
+    "permutation": lambda bound: None, "classes": lambda bound: None,
 }  # fmt: skip
 """The laws by their names in operator rows; None for a call whose numbers can only be drawn all together."""

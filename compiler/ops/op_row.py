@@ -30,6 +30,8 @@ Storage = Literal["", "view", "fresh"]
 or not known (``""``)."""
 Reduces = Literal["", "sum", "squares", "max", "exponentials"]
 """The reduction of the first operand's entries over a factor that results lack."""
+OfRows = Literal["", "softmax", "log softmax", "log sum", "entry", "loss"]
+"""The function of rows of logits, of which ranks may hold parts: terms of each row that they sum give it."""
 Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "either", "below", "at most", "above",
                    "at least"]  # fmt: skip
 """The arithmetic of an operator on two operands, whatever their types: `a + b`, `a - b`, `a * b`, `a / b`, `a & b`, `a
@@ -43,7 +45,7 @@ TILE = 1 << 18
 """The entries of temporaries that kernels make at once on a CPU, so that several passes over them stay in its cache."""
 DRAW_BLOCK = 1 << 15
 """The entries that are drawn in one pass on a CPU: in the cache, and too few for torch to wake a second thread."""
-LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
+LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential", "permutation", "classes"]
 """The distribution of the numbers that an operator draws."""
 
 
@@ -104,6 +106,7 @@ class OpFacts:
     """The positions of the arguments of an operator that takes each entry from one of two: the condition, the argument
     where it holds, and the other."""
     reduces: Reduces = ""
+    of_rows: OfRows = ""
     computes: Computes = ""
     power: float | None = None
     """The power to which the operator raises its operand."""

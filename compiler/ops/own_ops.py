@@ -45,6 +45,8 @@ _SCHEMAS = (
     "lookup_backward(Tensor grad, Tensor index, SymInt rows, int padding) -> Tensor",
     # negative log-likelihood of each target, 0 where it is ignored: whole, and in parts over a split vocabulary
     "token_loss(Tensor logits, Tensor targets, int ignore) -> Tensor",
+    # the logarithm of each row's sum of exponentials, and the entry of its target
+    "row_terms(Tensor logits, Tensor targets) -> (Tensor, Tensor)",
     "row_max(Tensor logits, str axes) -> Tensor",
     "loss_parts(Tensor logits, Tensor peak, Tensor targets) -> Tensor",
     "loss_parts_backward(Tensor grad, Tensor logits, Tensor peak, Tensor targets) -> Tensor",
@@ -94,6 +96,8 @@ for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 OPS: Any = torch.ops.parc
 aten: Any = torch.ops.aten
+NO_CLASS = -(1 << 62)
+"""The class that a token loss ignores where its targets are all counted: the model fails at any that is no class."""
 
 
 # ---- shape-only kernels
@@ -171,6 +175,12 @@ def _(grad: Any, index: Any, rows: Any, padding: int) -> Any:
 def _(logits: Any, targets: Any, ignore: int) -> Any:
     _check(logits.shape[:-1] == targets.shape, "token_loss")
     return logits.new_empty(targets.shape)
+
+
+@_shape_kernel("row_terms")
+def _(logits: Any, targets: Any) -> Any:
+    _check(logits.shape[:-1] == targets.shape, "row_terms")
+    return logits.new_empty(targets.shape), logits.new_empty(targets.shape)
 
 
 @_shape_kernel("loss_parts")

@@ -259,7 +259,8 @@ class _Comparison:
         self._add(agreement, _AtProbe(self, Probe(self.case.parameters, self.buffers), 2 * self.seed))
         why = ""
         for share in SHARES:
-            probe = Probe(moved(self.case.parameters, share), moved(self.buffers, share), share)
+            free = {name: value for name, value in self.buffers.items() if name not in self.compiled.captured.asked}
+            probe = Probe(moved(self.case.parameters, share), {**self.buffers, **moved(free, share)}, share)
             try:
                 self._add(agreement, _AtProbe(self, probe, 2 * self.seed + 1))
                 agreement.share = share

@@ -203,6 +203,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "compress": [{**fact, **_across(compiled, fact["axis"])} for fact in facts["compress"]],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         **({"model_files": compiled.recorded.files} if compiled.recorded.files else {}),
+        **({"asked": asked} if (asked := asked_of(compiled)) else {}),
         "aliases": dict(compiled.captured.aliases),
         "exported": state_facts(compiled.recorded, stored_in(built.programs), compiled.captured.aliases),
         "padding": facts_of(compiled.pads),
@@ -227,6 +228,12 @@ def constants_by_name(compiled: Compiled) -> dict[str, Any]:
     """Return the constants of a step and of its evaluation, each by a name of its own."""
     others = constant_facts(compiled.evaluation) if compiled.evaluation is not None else {}
     return {**constant_facts(compiled), **{f"{name} in eval()": fact for name, fact in others.items()}}
+
+
+def asked_of(compiled: Compiled) -> dict[str, str]:
+    """Return the hashes of buffers by whose values the model's code decided, in a step and in its evaluation."""
+    others = compiled.evaluation.captured.asked if compiled.evaluation is not None else {}
+    return {**compiled.captured.asked, **others}
 
 
 def division_facts(compiled: Compiled) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,9 @@ def _captured(
         functions = [load_callable(target, folder) for target in lines.sources[1:]]
         with PythonState([recorded.module, *functions], folder).undone():
             captured = capture(
-                recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates
-            )
+                recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities, returns=evaluates,
+                buffers=_constant_buffers(plan, recorded),
+            )  # fmt: skip
         captured, drawn = prepare(captured)
     except CaptureError as error:
         seen = _seen_instead(plan, lines, folder, overrides, evaluates, error)
@@ -121,11 +122,21 @@ def _captured(
             f"the model draws random numbers with `{drawn.target}`, which parc cannot make the same on every layout"
         )
         notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
-        help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
+        help_ = (
+            "draw with `torch.rand`, `torch.randn`, `torch.randint`, `torch.randperm` or `torch.bernoulli`, or make it"
+            " an input"
+        )
         raise PlanError(
             [Diagnostic(UNCOUNTED_DRAW, message, Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
         )
     return recorded, captured
+
+
+def _constant_buffers(plan: Plan, recorded: Recorded) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return the initial values of the buffers that are the same in every run: neither drawn nor read from files."""
+    read = {} if plan.init is None else recorded.module.state_dict()
+    return {name: recorded.recipes[name].whole for name, _ in recorded.module.named_buffers()
+            if name not in read and not recorded.recipes[name].drawn}  # fmt: skip
 
 
 _SMALL_MODEL = 1 << 24

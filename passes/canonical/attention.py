@@ -174,7 +174,8 @@ def _draws_without_stream(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the random operators that the canonical form does not rewrite as draws of a known distribution."""
     for node in graph.nodes:
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and not (facts(node.target).law and node.target in REWRITES):
+        several = node.target is aten.multinomial.default and node.args[1] > 1 and (*node.args[2:], False)[0]
+        if draws and not (facts(node.target).law and node.target in REWRITES and not several):
             yield node
 
 
@@ -231,3 +232,48 @@ def _bernoulli(c: Canonicalizer, node: Any) -> None:
         mask = c.emit(node, OPS.dropout_mask.default, key, list(value.shape), dropped(p), value.dtype)
         kept = c.emit(node, aten.ne.Scalar, mask, 0)
     c.replace(node, c.emit(node, aten._to_copy.default, kept, dtype=value.dtype))
+
+
+@rewrites(
+    aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype,
+    getattr(aten.random, "from"), aten.random.to,
+)  # fmt: skip
+def _integers(c: Canonicalizer, node: Any) -> None:
+    """Draw whole numbers from ``low`` to below ``high``, as the whole part of a number uniform between them."""
+    value, arguments = noted(node).value, arguments_of(node)
+    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to"))
+    if high is None or high - low > 1 << 53:
+        return
+    numbers = _uniform(c, node, value.shape)
+    numbers = c.emit(node, aten.floor.default, c.emit(node, aten.mul.Tensor, numbers, float(high - low)))
+    shifted = c.emit(node, aten.add.Tensor, numbers, float(low)) if low else numbers
+    c.replace(node, c.emit(node, aten._to_copy.default, shifted, dtype=value.dtype))
+
+
+@rewrites(aten.randperm.default)
+def _permutation(c: Canonicalizer, node: Any) -> None:
+    """Draw a permutation: the order of as many uniform numbers."""
+    value = noted(node).value
+    order = c.emit(node, aten.argsort.stable, _uniform(c, node, value.shape), stable=True)
+    same = value.dtype == torch.int64
+    c.replace(node, order if same else c.emit(node, aten._to_copy.default, order, dtype=value.dtype))
+
+
+@rewrites(aten.multinomial.default)
+def _classes(c: Canonicalizer, node: Any) -> None:
+    """Draw classes by their weights, as torch does: those of the largest quotients of a weight and an exponential
+    number. Several with replacement are not drawn so."""
+    arguments = arguments_of(node)
+    weights, count = arguments["input"] if "input" in arguments else arguments["self"], arguments["num_samples"]
+    if count > 1 and arguments["replacement"]:
+        return
+    numbers = c.emit(node, aten.neg.default, _uniform(c, node, shape_of(weights)))
+    numbers = c.emit(node, aten.neg.default, c.emit(node, aten.log1p.default, numbers))
+    wide = c.emit(node, aten._to_copy.default, weights, dtype=torch.float64)
+    quotients = c.emit(node, aten.detach.default, c.emit(node, aten.div.Tensor, wide, numbers))
+    pair = c.emit(node, aten.topk.default, quotients, count)
+    c.replace(node, c.emit(node, operator.getitem, pair, 1, val=noted(pair).value[1]))
+
+
+def _uniform(c: Canonicalizer, node: Any, shape: Sequence[int]) -> fx.Node:
+    return c.emit(node, OPS.random.default, c.stream(node, c.rng), list(shape), "uniform", torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.ops.own_ops import OPS, aten
+from ...compiler.ops.own_ops import NO_CLASS, OPS, aten
 from ...compiler.ops.rules import facts
 from ..calls import arguments_of
 from . import attention, bags, decompose
@@ -229,9 +230,12 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         counts = c.emit(node, aten.mul.Tensor, weights, counted)
         looked_up(c, weights)
     if smoothing:  # that fraction of the loss is the mean over all classes
-        every = c.emit(node, aten.log_softmax.int, logits, -1)
-        every = every if weight is None else c.emit(node, aten.mul.Tensor, every, weight)
+        # the sum of log probabilities, of which no backward needs each
+        every = logits if weight is None else c.emit(node, aten.mul.Tensor, logits, weight)
         every = c.emit(node, aten.sum.dim_IntList, every, [-1])
+        times = shape_of(logits)[-1] if weight is None else c.emit(node, aten.sum.default, weight)
+        log_sum = c.emit(node, aten.logsumexp.default, logits, [-1])
+        every = c.emit(node, aten.sub.Tensor, every, c.emit(node, aten.mul.Tensor, log_sum, times))
         every = c.emit(node, aten.mul.Tensor, every, counted)
         losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
         every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
@@ -244,6 +248,25 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     if reduction == 1:
         total = c.emit(node, aten.div.Tensor, total, c.emit(node, aten.sum.default, counts))
     c.replace(node, total)
+
+
+@rewrites(aten.gather.default)
+def _log_probabilities(c: Canonicalizer, node: Any) -> None:
+    """Write the log probability of one class of each row, ``log_softmax(x, -1).gather(-1, i)``, as a token loss, which
+    keeps no log probabilities of other classes."""
+    below, dim, index = node.args[:3]
+    shape = shape_of(node)
+    if below.target is not aten.log_softmax.int or len(below.users) > 1 or shape[-1:] != (1,):
+        return
+    logits: Any = below.args[0]
+    last = [at % len(shape) for at in (dim, below.args[1])] == [len(shape) - 1] * 2
+    if not last or shape[:-1] != shape_of(logits)[:-1] or noted(logits).value.dtype != noted(node).value.dtype:
+        return
+    rows = math.prod(shape)
+    logits, index = (c.emit(node, aten.reshape.default, x, [rows, *more])
+                     for x, more in ((logits, shape_of(logits)[-1:]), (index, ())))  # fmt: skip
+    losses = c.emit(node, OPS.token_loss.default, logits, index, NO_CLASS)
+    c.replace(node, c.emit(node, aten.reshape.default, c.emit(node, aten.neg.default, losses), list(shape)))
 
 
 @rewrites(aten.add.Tensor)

@@ -298,8 +298,11 @@ def _nansum(c: Canonicalizer, node: fx.Node) -> None:
 def _arange(c: Canonicalizer, node: Any) -> None:
     value, arguments = noted(node).value, arguments_of(node)
     start, step = arguments.get("start", 0), arguments.get("step", 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        return _write_dtype(c, node)
+    if start != int(start) or step != int(step):  # computed as torch does, and each rank its part
+        count = c.emit(node, OPS.iota.default, value.shape[0], 0, 1, torch.float64)
+        numbers = c.emit(node, aten.add.Tensor, c.emit(node, aten.mul.Tensor, count, float(step)), float(start))
+        return c.replace(node, c.emit(node, aten._to_copy.default, numbers, dtype=value.dtype))
+    start, step = int(start), int(step)
     count = c.emit(node, OPS.iota.default, value.shape[0], start, step, value.dtype, val=value)
     if (start, step) == (0, 1):
         c.iotas[count] = (0, value.shape[0])

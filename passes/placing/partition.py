@@ -253,10 +253,10 @@ class Partition:
                 for state in states:
                     state[axis] = result
         operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
-        if expand := EXPANSIONS.get(node.target):
-            loss, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], self._note)
-            self.forms[node, 0] = {placement: loss}
-            self.state[node, 0] = placement
+        if facts(node.target).reduces == "exponentials":
+            terms, placement = expand_rows(self.graph, self.mesh, node, operands, parts, self._note)
+            for index, term in enumerate(terms):
+                self.forms[node, index], self.state[node, index] = {placement: term}, placement
             return
         results = []
         for index, state in enumerate(states):
@@ -463,50 +463,48 @@ Note = Callable[[fx.Node, list[TensorType | None]], None]
 """A function that notes the types of a new node, and its place in the model."""
 
 
-def _token_loss(
+def expand_rows(
     graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
-) -> tuple[fx.Node, Placement]:
-    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``. Each rank's part of the vocabulary gives partial sums
-    of both terms, which are summed in one message: no rank holds whole logits."""
+) -> tuple[Sequence[fx.Node], Placement]:
+    """Expand a sum of exponentials over rows of logits, with the entries of targets. Each rank's part of the vocabulary
+    gives partial sums of ``exp(x - peak)`` and ``x[target] - peak``, which are summed in one message: no rank holds
+    whole logits. A token loss is the logarithm of the one less the other; ``row_terms`` are both, to which the peak is
+    added again: its gradients cancel. ``parts`` are the factors that the operator splits. Return the results, and their
+    placement."""
     logits, targets = operands
     vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
     type_ = node_type(logits)
     rows = type_.shape[0]
-    lead = node_type(targets).placement
 
-    def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
+    def emit(
+        target: Any, args: tuple[Any, ...], shape: tuple[int, ...] = (rows,), dtype: torch.dtype = type_.dtype,
+        at: Placement | None = None,
+    ) -> fx.Node:  # fmt: skip
         new = graph.call_function(target, args)
-        note(new, [TensorType(dtype, shape, at)])
+        note(new, [TensorType(dtype, shape, result if at is None else at)])
         return new
 
-    # the loss is placed as the logits' rows, and I over the vocabulary's axes, over which it is summed
+    # the terms are placed as the logits' rows, and I over the vocabulary's axes, over which they are summed
     types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in mesh.names}
     result = Placement.of(mesh, types)
-    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
+    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), at=result.data())
     shifted = {
         axis: kind._replace(dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
     }
     stacked = Placement.of(mesh, shifted)
     partial = stacked.replace(dict.fromkeys(vocab, "P"))
-    sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), type_.dtype, partial)
+    sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), at=partial)
     if vocab:
-        args = (sums, ",".join(vocab), "P", "I")
-        sums = emit(OPS.convert.default, args, (2, rows), type_.dtype, stacked)
-    total = emit(aten.select.int, (sums, 0, 0), (rows,), type_.dtype, result)
-    picked = emit(aten.select.int, (sums, 0, 1), (rows,), type_.dtype, result)
-    loss = emit(aten.sub.Tensor, (emit(aten.log.default, (total,), (rows,), type_.dtype, result), picked),
-                (rows,), type_.dtype, result)  # fmt: skip
-    counted = emit(aten.ne.Scalar, (targets, node.args[2]), (rows,), torch.bool, lead.data())
-    loss = emit(aten.mul.Tensor, (loss, counted), (rows,), type_.dtype, result)
-    return loss, result
-
-
-Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Note], tuple[fx.Node, Placement]]
-
-EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
-"""The function that emits several operators in place of each of these. It gets the graph and mesh, the node with its
-operands as it wants them, the factor that it splits on each axis, and a ``Note``; it returns the result and its
-placement."""
+        sums = emit(OPS.convert.default, (sums, ",".join(vocab), "P", "I"), (2, rows), at=stacked)
+    total, picked = (emit(aten.select.int, (sums, 0, at)) for at in range(2))
+    total = emit(aten.log.default, (total,))
+    if node.target is OPS.row_terms.default:
+        peak = emit(aten.reshape.default, (peak, [rows]), at=result.data())
+        return [emit(aten.add.Tensor, (term, peak)) for term in (total, picked)], result
+    loss = emit(aten.sub.Tensor, (total, picked))
+    lead = node_type(targets).placement
+    counted = emit(aten.ne.Scalar, (targets, node.args[2]), dtype=torch.bool, at=lead.data())
+    return [emit(aten.mul.Tensor, (loss, counted))], result
 
 
 # ---- passes over the typed graph

@@ -111,16 +111,31 @@ class CountedDropout(TorchDispatchMode):
         if func is aten.bernoulli.default:
             return result.copy_(self._draw(result, partial(random, law="uniform", dtype=result.dtype)) < args[0])
         law = facts(func).law
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
         if law in ("uniform", "normal"):
-            names = [argument.name for argument in func._schema.arguments]
-            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
             low, high = (
                 arguments.get("from", arguments.get("mean", 0.0)),
                 arguments.get("to", arguments.get("std", 1.0)),
             )
             drawn = self._draw(result, partial(random, law=law, dtype=result.dtype))
             result.copy_(drawn * (high - low if law == "uniform" else high) + low)
+        elif law in ("integers", "permutation", "classes"):
+            self._whole_numbers(law, result, arguments)
         return result
+
+    def _whole_numbers(self, law: str, result: Tensor, arguments: Mapping[str, Any]) -> None:
+        """Draw whole numbers into a result, as `passes/canonical/attention.py` writes them in programs."""
+        uniform = partial(random, law="uniform", dtype=torch.float64)
+        if law == "permutation":
+            result.copy_(self._draw(result, uniform).argsort(stable=True))
+        elif law == "classes" and not (arguments["num_samples"] > 1 and arguments.get("replacement")):
+            weights = arguments["self"].double()
+            quotients = weights / -torch.log1p(-self._draw(weights, uniform))
+            result.copy_(quotients.topk(arguments["num_samples"]).indices)
+        elif law == "integers" and (high := arguments.get("high", arguments.get("to"))) is not None:
+            low = arguments.get("low", arguments.get("from", 0))
+            result.copy_((self._draw(result, uniform) * float(high - low)).floor() + float(low))
 
 
 _DECOMPOSED_DRAWS = (aten.exponential_.default, aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.own_ops import NO_CLASS
 from ...compiler.ops.rules import facts, has_rule
 from ...compiler.program.program import Program, Ref, Value
 
@@ -124,6 +125,8 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
             bound, ignore = bounds.get(name, (size, None))
             ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
             bounds[name] = (min(bound, size), ignore)
+            if ignore == NO_CLASS:
+                indices.add(name)
         if row.ignored_at is None and (row.moves in ("index", "scatter") or not has_rule(line.op)):
             indices.update(origin[name] for name in line.uses if name in origin)
     return {name: (bound, None if name in indices else ignore) for name, (bound, ignore) in bounds.items()}

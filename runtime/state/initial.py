@@ -14,6 +14,7 @@ import torch
 from ...compiler.build.build import Build
 from ...compiler.build.directory import again
 from ...compiler.capture.complex.form import own_form
+from ...compiler.capture.known import fingerprint
 from ...compiler.capture.model_calls import TaskLines, model_builder
 from ...compiler.capture.observer import code_undone
 from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
@@ -82,6 +83,10 @@ def _record(build: Build, lines: TaskLines) -> Recorded:
         message = f"`{lines.model}` reads other weights from files than it did at the build"
         help_ = f"put the files back, or {again(build.path)}; weights that change are read by an `init from` line"
         raise RunError(BAD_BUILD, message, help_)
+    for name, asked in build.manifest.get("asked", {}).items():
+        if name not in recorded.recipes or fingerprint(recorded.recipes[name].whole()) != asked:
+            message = f"`{lines.model}` gives the buffer `{name}` another value than at the build, which went by it"
+            raise RunError(BAD_BUILD, message, f"let the code make the same one, or {again(build.path)}")
     return recorded
 
 

@@ -9,7 +9,9 @@ from importlib import import_module
 
 from tests.cases.rows import Row
 
-GROUPS: Mapping[str, str] = {name: f"tests.cases.{name}" for name in ("bugs", "losses", "observed", "operators")}
+GROUPS: Mapping[str, str] = {
+    name: f"tests.cases.{name}" for name in ("bugs", "losses", "observed", "operators", "values")
+}
 """The module of each group, whose ``replay`` yields its rows."""
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from parc.advice import warnings_of
 from parc.runtime.data.random_batch import class_bounds
 from tests.draws import each_once
 from tests.passes.few_lines import DATA, T, X, codes, made
@@ -33,7 +32,7 @@ def test_classes_have_weights(tmp_path: Path, weights: str, options: str, lines:
     """
     compiled, _ = made(tmp_path, body, f"{X}\n{T}\n{lines}\nschedule microbatches 2")
     averaged = "sum" not in options and "self" in weights  # the count is of inputs alone
-    gathered = "smoothing" in options and "vocab" in lines
+    gathered = "smoothing" in options and "vocab" in lines and "self" in weights  # the weights, not the logits
     assert codes(compiled) == ["P0209"] * gathered + ["P0217"] * averaged
 
 
@@ -56,11 +55,7 @@ def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str,
     inputs = f'{X}\ninput y int64 [B, 4]\nloss "./models.py:smoothed"(output, y)\nschedule microbatches 2'
     compiled, checked = made(tmp_path, body, f"{inputs}\n{lines}")
     assert checked.report["numbers"]["loss"] < 1e-10
-    if "dp" in lines:
-        assert codes(compiled) == []
-    else:  # its classes are gathered, and the loss's line says where
-        found = [warning for warning in warnings_of(compiled) if warning.code.name == "P0209"]
-        assert found and all(" at models.py:" in warning.message for warning in found)
+    assert codes(compiled) == []
 
 
 OWN_PLACES = ("mesh dp=2, tp=2\nshard x, t [B/dp, ...]\nvocab fc over tp", DATA.format("x, t"))

@@ -23,6 +23,7 @@ from .as_text import text_of, typed_text
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "passes.txt"
 TRAINING = "loss cross_entropy(output, targets)\ninput targets int64 [B, S]\noptimizer sgd lr 0.1\n"
+ROWS = TRAINING.replace("cross_entropy(", '"./small_net.py:smoothed"(')
 DATA = "shard tokens, targets [B/dp, _]\n"
 PLANS = {
     "splits": ("b", "B=4, S=2", TRAINING + DATA + """mesh dp=2, tp=4
@@ -45,6 +46,8 @@ PLANS = {
     "experts": ("e", "B=2, S=2", TRAINING + "mesh dp=1, ep=2\nshard tokens, targets [B/ep, _]\n"
         "experts blocks.0.experts over ep dropless"),
     "a ring": ("a", "B=2, S=4", TRAINING + "mesh cp=2\ncontext ** dim S over cp using ring"),
+    "logits, padded": ("b", "B=2, S=2", ROWS + "mesh tp=4\nvocab head over tp pad"),
+    "logits": ("b", "B=2, S=2", ROWS + "mesh tp=2\nvocab head over tp"),
     "inference": ("b", "B=2, S=2", "mesh pp=2\nstage before head over pp\nschedule gpipe microbatches 1"),
 }  # fmt: skip
 WITHOUT_TEXT = {

@@ -37,34 +37,51 @@ from .one_expert import ThroughPacked, expert_of
 def looped_lists(module: nn.Module) -> tuple[str, ...]:
     """Return the attributes of a layer that are lists of experts over which its forward loops."""
     names = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)
-    return tuple(name for name in names if name in _looped(type(module).forward))
+    layer: Any = type(module)
+    return tuple(name for name in names if name in _looped(layer))
 
 
 @cache
-def _syntax_tree(forward: Any) -> ast.Module:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
+def _syntax_trees(layer: Any) -> tuple[ast.Module, ...]:
+    """Return the code of a layer's forward, and of the methods that it calls."""
+    trees: dict[str, ast.Module] = {}
+    pending = ["forward"]
+    while pending:
+        name = pending.pop()
+        method = inspect.getattr_static(layer, name, None)
+        if name in trees or not inspect.isfunction(inspect.unwrap(getattr(method, "__func__", method))):
+            continue
+        try:
+            trees[name] = ast.parse(textwrap.dedent(inspect.getsource(getattr(layer, name))))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        calls = (node.func for node in ast.walk(trees[name]) if isinstance(node, ast.Call))
+        pending += [called.attr for called in calls if _is_of_self(called) and not hasattr(nn.Module, called.attr)]
+    return tuple(trees.values())
+
+
+def _is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 @cache
-def _looped(forward: Any) -> frozenset[str]:
-    """Return the attributes of ``self`` over whose modules a forward loops, looking up the tokens of each. No graph
-    could hold such results; any other loop is captured as it is."""
-    loops = (node for node in ast.walk(_syntax_tree(forward)) if isinstance(node, ast.For))
+def _looped(layer: Any) -> frozenset[str]:
+    """Return the attributes of ``self`` over whose modules a layer loops, looking up the tokens of each. No graph could
+    hold such results; any other loop is captured as it is."""
+    loops = (node for tree in _syntax_trees(layer) for node in ast.walk(tree) if isinstance(node, ast.For))
     return frozenset(name for loop in loops if _looks_for_tokens(loop) for name in _attributes(loop))
 
 
 @cache
-def carried(forward: Any) -> frozenset[str]:
-    """Return the variables that a loop with branches assigns, and that code outside the loop reads."""
-    tree, names = _syntax_tree(forward), set[str]()
-    for loop in ast.walk(tree):
-        if isinstance(loop, ast.For) and any(isinstance(node, ast.If) for node in ast.walk(loop)):
-            inside = {id(node) for node in ast.walk(loop)}
-            read = {node.id for node in ast.walk(tree) if id(node) not in inside and _is_name(node, ast.Load)}
-            names |= read & {node.id for node in ast.walk(loop) if _is_name(node, ast.Store)}
+def carried(layer: Any) -> frozenset[str]:
+    """Return the variables that a loop of a layer with branches assigns, and that code outside the loop reads."""
+    names = set[str]()
+    for tree in _syntax_trees(layer):
+        for loop in ast.walk(tree):
+            if isinstance(loop, ast.For) and any(isinstance(node, ast.If) for node in ast.walk(loop)):
+                inside = {id(node) for node in ast.walk(loop)}
+                read = {node.id for node in ast.walk(tree) if id(node) not in inside and _is_name(node, ast.Load)}
+                names |= read & {node.id for node in ast.walk(loop) if _is_name(node, ast.Store)}
     return frozenset(names)
 
 
@@ -76,7 +93,7 @@ def _attributes(loop: ast.For) -> Iterator[str]:
     """Yield the attributes of ``self`` that a loop goes over, or takes items of."""
     items = (node.value for node in ast.walk(loop) if isinstance(node, ast.Subscript))
     for node in (*ast.walk(loop.iter), *items):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        if _is_of_self(node):
             yield node.attr
 
 
@@ -123,7 +140,8 @@ def followed(name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         CaptureError: it does something else with the tokens of an expert.
     """
-    loop = ExpertLoop(getattr(layer, name), carried(type(layer).forward))
+    made_by: Any = type(layer)
+    loop = ExpertLoop(getattr(layer, name), carried(made_by))
     with ExitStack() as within:
         for number, expert in enumerate(loop.experts):
             within.enter_context(patch.object(expert, "forward", partial(loop.of_expert, number)))
@@ -220,6 +238,8 @@ class ExpertLoop(TorchFunctionMode):
             if len(places) != 1:
                 raise unfollowed("`nonzero` gives the places of tokens as one tensor: take `as_tuple=True`")
             return places[0]
+        if name == "bincount" and self._masks.is_flat(args[0]):
+            return RowCounts(self, len(self.experts))
         if mask is not None and name in ("any", "sum") and len(args) == 1 and not kwargs:
             return RowCount(self)
         if writes or name == "setitem":
@@ -448,6 +468,25 @@ class RowCount:
 
 
 @final
+class RowCounts:
+    """The numbers of rows of all experts."""
+
+    def __init__(self, loop: ExpertLoop, count: int) -> None:
+        self._counts = [RowCount(loop) for _ in range(count)]
+
+    def __getitem__(self, number: int) -> RowCount:
+        return self._counts[number]
+
+    def tolist(self) -> list[RowCount]:
+        """Return them in a list."""
+        return list(self._counts)
+
+    def cpu(self) -> RowCounts:
+        """Return them as they are."""
+        return self
+
+
+@final
 class ExpertRows:
     """Rows of the tokens that a mask marks, as the expression ``tree``, or the places of these tokens in the mask's dim
     ``of``. ``wide`` is False for one number a row."""
@@ -543,10 +582,17 @@ class Masks:
         self._masks: dict[int, tuple[Tensor, Mask]] = {}
         self._hot: dict[int, tuple[Tensor, Tensor, tuple[str, ...]]] = {}
         """The results of ``one_hot``, with the index that each comes from, and the names of its dims."""
+        self._forms: dict[int, tuple[Tensor, str, Tensor]] = {}
+        """Other forms of an index, each with its name: ``flat`` in one dim, ``apart`` with a dim of one behind it; and
+        the ``numbers`` 0, 1, … of experts."""
 
     def of(self, value: Any) -> Mask | None:
         """Return the mask that a value is, or None if it is no such mask."""
         return self._masks[id(value)][1] if id(value) in self._masks else None
+
+    def is_flat(self, value: Any) -> bool:
+        """Return whether a value has all entries of an index in one dim."""
+        return self._forms.get(id(value), (None, ""))[1] == "flat"
 
     def names_each_once(self, index: Tensor) -> bool:
         """Return whether no token has an expert twice in an index."""
@@ -556,10 +602,10 @@ class Masks:
         """Forget all masks when a mask, an index or a part of one is written."""
         known = [part for parts in self._parts.values() for part in parts.values()] + [*self._distinct.values()]
         known += [tensor for value, mask in self._masks.values() for tensor in (value, mask.index)]
-        known += [value for value, _, _ in self._hot.values()]
+        known += [value for value, _, _ in (*self._hot.values(), *self._forms.values())]
         if any(one is tensor for one in known):
             self._kept += known
-            for table in (self._distinct, self._parts, self._masks, self._hot):
+            for table in (self._distinct, self._parts, self._masks, self._hot, self._forms):
                 table.clear()
 
     def call(self, func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -574,9 +620,22 @@ class Masks:
         mask, hot = self.of(first), self._hot.get(id(first))
         if name == "topk" and (kwargs.get("dim", -1) if len(args) < 3 else args[2]) in (-1, first.dim() - 1):
             self._distinct[id(value[1])] = value[1]
+        elif distinct and value.shape == (*first.shape, 1):  # a view or an index
+            self._forms[id(value)] = value, "apart", first
         elif distinct and facts(f"aten.{name}.default").moves in ("copy", "shape"):
             if value.shape[-1] == first.shape[-1]:
                 self._distinct[id(value)] = value
+            elif value.shape == (first.numel(),):
+                self._forms[id(value)] = value, "flat", first
+        elif name == "arange" and len(args) == 1:
+            self._forms[id(value)] = value, "numbers", value
+        elif name == "eq" and isinstance(args[1], Tensor) and self._compares_numbers(first, args[1], value):
+            self._hot[id(value)] = value, self._forms[id(first)][2], ("token", "slot", "expert")
+        elif name in ("iter", "unbind") and args[1:] in ((), (0,)) and hot is not None and hot[2][0] == "expert":
+            value = list(value)
+            for number, part in enumerate(value):
+                self._masks[id(part)] = part, Mask(hot[1], number, hot[2][1:])
+            return iter(value) if name == "iter" else value
         elif name == "eq" and type(args[1]) is int and first.dtype == torch.int64 and first.dim() in (1, 2):
             self._masks[id(value)] = value, Mask(first, args[1], ("token", "slot")[: first.dim()])
         elif name == "any" and mask is not None and mask.dims == ("token", "slot"):
@@ -592,3 +651,8 @@ class Masks:
         elif name == "getitem" and hot is not None and type(args[1]) is int and hot[2][0] == "expert":
             self._masks[id(value)] = value, Mask(hot[1], args[1], hot[2][1:])
         return value
+
+    def _compares_numbers(self, first: Any, other: Tensor, value: Tensor) -> bool:
+        """Return whether an index apart is compared with the numbers of experts."""
+        forms = [self._forms.get(id(one), (None, ""))[1] for one in (first, other)]
+        return forms == ["apart", "numbers"] and value.dim() == 3

@@ -142,7 +142,7 @@ INDEXING_RULES = {
     **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."), rises_at=1)),
     **rows_of("index.Tensor _unsafe_index.Tensor", _gather(_index)),
     **rows_of("index_put _unsafe_index_put", _scatter(_index_put)),
-    **rows_of("gather", _gather(_picked("xii", linear="0"))),
+    **rows_of("gather", _gather(_picked("xii", linear="0"), of_rows="entry")),
     **rows_of("scatter.value", _scatter(_picked("xix", linear="03"))),
     **rows_of("scatter.src scatter_add", _scatter(_picked("xiix", linear="03"))),
     **rows_of("scatter_reduce.two", _scatter(_picked("xiix"))),

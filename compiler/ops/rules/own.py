@@ -69,8 +69,10 @@ OWN_RULES: dict[str, OpRow] = {
         unread_rows=True, storage="fresh", compiled=False, takes=_first_operand,
     ),
     "parc.token_loss.default": OpRow(
-        rule("t v, t -> t"), precision="loss", reduces="exponentials", counted=(0, 1), ignored_at=2, replaced=True
+        rule("t v, t -> t"), precision="loss", reduces="exponentials", counted=(0, 1), ignored_at=2, replaced=True,
+        of_rows="loss",
     ),
+    "parc.row_terms.default": OpRow(rule("t v, t -> t, t"), precision="loss", reduces="exponentials"),
     "parc.row_max.default": OpRow(precision="sensitive", reduces="max"),
     "parc.loss_parts.default": OpRow(
         rule("t v, t 1, t -> c! t"), precision="loss", reduces="exponentials", counted=(0, 1), named_at=2,

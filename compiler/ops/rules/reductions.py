@@ -46,7 +46,7 @@ _STATISTICS = """
     prod.dim_int var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction
     std_mean.correction
 """
-_SOFTMAX = "softmax.int log_softmax.int _softmax _log_softmax _safe_softmax"
+_SOFTMAX = "_softmax _log_softmax _safe_softmax"
 _SOFTMAX_BACKWARD = "_softmax_backward_data _log_softmax_backward_data"
 _sensitive = partial(OpRow, precision="sensitive")
 
@@ -72,10 +72,16 @@ REDUCTIONS_RULES = {
     **rows_of(_STATISTICS, _sensitive(_reduced(free=False))),
     **rows_of(
         "logsumexp",
-        _sensitive(_reduced(free=False), takes=lambda call, dtypes: prod(call.operands[0]) * dtypes[0].itemsize),
+        _sensitive(
+            _reduced(free=False),
+            takes=lambda call, dtypes: prod(call.operands[0]) * dtypes[0].itemsize,
+            of_rows="log sum",
+        ),
     ),
     **rows_of("linalg_vector_norm norm.ScalarOpt_dim", _sensitive(_reduced(free=False, dim=2))),
     **rows_of("kthvalue", OpRow(_reduced(free=False, dim=2))),
+    **rows_of("softmax.int", _sensitive(along_dims(dim_argument(1)), of_rows="softmax")),
+    **rows_of("log_softmax.int", _sensitive(along_dims(dim_argument(1)), of_rows="log softmax")),
     **rows_of(_SOFTMAX, _sensitive(along_dims(dim_argument(1)))),
     **rows_of(_SOFTMAX_BACKWARD, _sensitive(along_dims(dim_argument(2), linear="0"), backward=True)),
     **rows_of("cumsum", _sensitive(along_dims(dim_argument(1), linear="0"))),
