@@ -86,7 +86,7 @@ class Search:
             before = {name: split for other in chosen for name, split in other.claims.items()}
             if any(name in other.weights for other in chosen for name in group.weights):
                 continue
-            beside = self._tried({**before, **group.claims})
+            beside = self.group({**before, **group.claims}, gathering=False)
             sent = sum(other.sent for other in chosen)
             if beside is not None and (beside.sent - sent) * _WORTH_KEPT <= group.sent:
                 chosen.append(group)
@@ -106,13 +106,14 @@ class Search:
         more = [reshard for reshard in reshards if identity(reshard) not in self.unsplit]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)
 
-    def _tried(self, claims: Claims) -> SplitGroup | None:
-        """Return the group that claims split; None if a value is gathered for it, or a claim does not hold."""
+    def group(self, claims: Claims, *, gathering: bool = True) -> SplitGroup | None:
+        """Return the group that claims split; None if a claim does not hold, or a value is gathered for it and it may
+        not be ``gathering``."""
         try:
             split, more, attends = self._place(claims)
         except REFUSALS:
             return None
-        if any(map(gathers, more)) or any(split.get(name) != at for name, at in claims.items()):
+        if (not gathering and any(map(gathers, more))) or any(split.get(name) != at for name, at in claims.items()):
             return None
         return SplitGroup(claims, split, sum(reshard.bytes for reshard in more), attends)
 
@@ -142,7 +143,7 @@ class Search:
         dim = self.names.use(names[0]).out_dim
         assert dim is not None
         for outer in self._ways(names[0], dim):
-            group = self._tried({name: Split(dim, outer) for name in names})
+            group = self.group({name: Split(dim, outer) for name in names}, gathering=False)
             if group is None:
                 continue
             begin, end = (
@@ -180,7 +181,7 @@ class Search:
         """Return the embeddings of inputs that have more rows than columns, with the heads of which this is so; None
         without such embeddings. Weights whose rows need padding are taken untried."""
         claims: dict[str, Split] = {}
-        before = self._tried(beside)
+        before = self.group(beside, gathering=False)
         assert before is not None  # groups were tried beside each other
         for name, node in self._nodes.items():
             use, shape = self.names.use(name), self.names.shape(name)
@@ -191,7 +192,7 @@ class Search:
             split = Split(use.out_dim)
             if shape[use.out_dim] % self.ranks:
                 claims[name] = split
-            elif (tried := self._tried({**beside, name: split})) is not None:
+            elif (tried := self.group({**beside, name: split}, gathering=False)) is not None:
                 more = {other: at for other, at in tried.weights.items() if other not in before.weights}
                 if not any(self.ends(other, at) for other, at in more.items()):
                     claims[name] = split
