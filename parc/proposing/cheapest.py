@@ -7,9 +7,10 @@ would cost. A product that every rank computes as a whole costs as gathering the
 forward and in backward, and its own time on a cluster; a weight that every rank holds as a whole costs the bytes of its
 state, or the time in which an update moves them. So a weight is split where its messages cost less than that.
 
-Of what is found, the plan with its lines is compiled, as is the plan with the lines of `parc init`, and both are priced
-from their programs. The lines of `parc init` stand where they split something and the others send more bytes over the
-axis, take more seconds on the cluster, or cost more in all.
+The plan with the lines that are found is compiled, as is the plan with the lines of `parc init`, and both are priced
+from their programs. The lines of `parc init` stand unless the others cost less in all. These may also send no more
+bytes over the axis, and take no longer on a cluster, unless `parc init` splits nothing, or leaves attention or experts
+whole: to divide them is worth its messages.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import fx
 
-from parc.compiler.analysis.communication import communication_table
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.clock.cluster import Cluster
 from parc.compiler.clock.links import Links
 from parc.compiler.layout.placement import Split
-from parc.compiler.layout.stretches import Outer
+from parc.compiler.layout.stretches import Outer, count
 from parc.compiler.ops.own_ops import OPS
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.layouts import SplitWeights
@@ -36,46 +37,22 @@ from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Request
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import Progress, compile_changed
+from parc.compiling.driver import REFUSALS, Progress, compile_changed
 from parc.compiling.request import ask
 from parc.compiling.size_ranges import fixed
 from parc.grammar.diagnostics import PlanError
-from parc.passes.calls import ValueKey, call_of, computes, fake, key_of, operands_of
-from parc.passes.pipeline import Trials
+from parc.passes.calls import ValueKey, computes, key_of, operands_of
 from parc.passes.placing.partition import Partition
 from parc.passes.placing.sites import input_dims
-from parc.proposing.integer_program import Prices, Ways, solve
+from parc.proposing.axis_price import AxisPrice, AxisPricing
+from parc.proposing.integer_program import solve
 from parc.proposing.lines import PlacingLine, lines_of, patterns_for
 from parc.proposing.placements import Claims, Search, SplitGroup
 from parc.proposing.proposal import initial_lines
-from parc.step_time import price
+from parc.proposing.ways import Prices, Ways
 
 SOLVER_SECONDS = 60.0
 """The longest time for which the solver looks for something better."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisPrice:
-    """The price of a plan over one axis, from its programs: the bytes that a rank sends over it in a step, in how many
-    messages; the shares of all ranks' work, and of the entries of weights, that a rank has; and the price of both, with
-    what is not divided, in bytes. ``seconds`` are those of a whole step on a cluster."""
-
-    wire_bytes: int
-    messages: int
-    work: float
-    weights: float
-    undivided: float
-    seconds: float | None = None
-
-    @property
-    def total(self) -> float:
-        """The price of what is sent and of what is not divided, in bytes."""
-        return self.wire_bytes + self.undivided
-
-    def dearer(self, other: AxisPrice) -> bool:
-        """Return whether a plan is dearer than another one that splits something."""
-        slower = self.seconds is not None and other.seconds is not None and self.seconds > other.seconds
-        return self.wire_bytes > other.wire_bytes or slower or self.total > other.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +83,19 @@ def cheapest_placements(
     problem = _Problem(plan, folder, compiled, axis, cluster)
     progress("the lines of `parc init`")
     initial = problem.initial()
-    before = problem.priced(initial)
-    splits_something = before[1].weights < 1
+    compiled, before = problem.priced(initial)
     progress("integer program")
     start = time.perf_counter()
-    splits = solve(problem.ways(), SOLVER_SECONDS, before[1].wire_bytes if splits_something else float("inf"))
+    found = problem.found(math.inf if before.lacking else before.wire_bytes)
     seconds = time.perf_counter() - start
     progress("compiling what was found")
-    try:
-        lines = problem.lines(splits or {})
-        after = problem.priced(lines)
-    except PlanError:  # such as heads that do not divide
-        lines, after = initial, before
-    found = not (splits_something and after[1].dearer(before[1])) and lines != initial
-    if not found:
-        lines, after = initial, before
-    texts = tuple(text for line in lines for text in line.texts())
-    return Placements(texts, seconds, before[1], after[1], found, after[0].plan)
+    best, after = initial, before
+    with suppress(PlanError):  # such as lines that contradict others of the plan
+        changed, price = problem.priced(found)
+        if not price.dearer(before) and found != initial:
+            best, after, compiled = found, price, changed
+    texts = tuple(text for line in best for text in line.texts())
+    return Placements(texts, seconds, before, after, best is not initial, compiled.plan)
 
 
 class _Problem:
@@ -134,9 +107,10 @@ class _Problem:
         self.text, self.defines = without_placements(plan, axis), dict(plan.defines)
         self.source = plan.source
         self.plan = self._plan(())
-        self.moments = self.plan.moments if self.plan.trains else 0
         self.request = self._ask(())[1]
         self.search = Search(compiled.captured, self.request, axis)
+        moments = self.plan.moments if self.plan.trains else 0
+        self.pricing = AxisPricing(self._prices(), self.search.trials, self.plan.microbatches, moments)
 
     def _plan(self, lines: Sequence[PlacingLine]) -> Plan:
         rows = [text for line in lines for text in line.texts()]
@@ -156,27 +130,60 @@ class _Problem:
 
     # ---- the integer program
 
-    def ways(self) -> Ways:
-        """Return the ways of all operators to be split over the axis. Rows of a vocabulary that do not divide are
-        padded."""
+    def found(self, most_bytes: float) -> list[PlacingLine]:
+        """Return the lines of the cheapest choices of ways, of those that send at most so many bytes. Where there are
+        fewer heads than ranks, several ranks keep each: such lines are found for fewer ranks."""
+        first = min(divisor for divisor in range(2, self.ranks + 1) if self.ranks % divisor == 0)
+        candidates: list[tuple[tuple[float, float], list[PlacingLine]]] = []
+        for ranks in dict.fromkeys((self.ranks, first)):
+            request = self._padded(ranks)
+            splits = solve(self._ways(request), SOLVER_SECONDS, most_bytes)
+            lines = self.lines(splits or {}, Search(self.compiled.captured, request, self.axis))
+            candidates.append(self._trimmed(lines, most_bytes))
+        return min(candidates, key=lambda candidate: candidate[0])[1]
+
+    def _trimmed(self, lines: list[PlacingLine], most_bytes: float) -> tuple[tuple[float, float], list[PlacingLine]]:
+        """Return lines, and the bytes that are too many with the price, without the patterns that cost more than they
+        save: propagation may not do all that the program has in mind."""
+        least = self._estimated(lines, most_bytes)
+        shorter = True
+        while shorter:
+            shorter = False
+            for fewer in _without_one(lines):
+                if (price := self._estimated(fewer, most_bytes)) < least:
+                    least, lines, shorter = price, fewer, True
+                    break
+        return least, lines
+
+    def _estimated(self, lines: Sequence[PlacingLine], most_bytes: float) -> tuple[float, float]:
+        """Return the bytes that are too many, and the price, of the plan with some lines before it is compiled;
+        infinite where they do not fit."""
+        try:
+            price, sent = self.pricing.estimated(self._ask(lines)[1])
+        except (PlanError, *REFUSALS):
+            return math.inf, math.inf
+        return max(0.0, sent - most_bytes), price
+
+    def _padded(self, ranks: int) -> Request:
+        """Return the request in which the axis has so many ranks, and rows of a vocabulary that the real ones do not
+        divide are padded."""
         request = self.request
         if uneven := [*self._uneven()]:
-            try:
+            with suppress(PlanError):
                 padded = self._ask([PlacingLine("vocab", uneven, f"over {self.axis} pad")])[1]
                 request = replace(padded, placing=request.placing)
-            except PlanError:
-                pass
-        trials = Trials(self.compiled.captured)
-        graph, (placed, _) = trials.graph(request), trials.place(request)
         mesh = request.placing.mesh
-        ways = Ways(graph, placed, Partition(graph, mesh, placed, None, {}), self._prices(), self.plan.microbatches,
-                    self.moments, _samples(graph, self.plan))  # fmt: skip
-        fixed_names = {claim.value.name for claim in request.placing.claims if claim.axis == self.axis}
-        for node in graph.find_nodes(op="placeholder"):
-            kind, name = noted(node).binding
-            if kind in ("parameter", "frozen") and name not in fixed_names:
-                if self.search.names.use(name).kind != "other":
-                    ways.begin(node)
+        mesh = replace(mesh, axes=tuple((axis, ranks if axis == self.axis else size) for axis, size in mesh.axes))
+        return replace(request, placing=replace(request.placing, mesh=mesh))
+
+    def _ways(self, request: Request) -> Ways:
+        """Return the ways of all operators to be split over the axis."""
+        whole = {claim.value.name for claim in request.placing.claims if claim.axis == self.axis}
+        trials, mesh = self.search.trials, request.placing.mesh
+        graph, (placed, _) = trials.graph(request), trials.place(request)
+        ways = Ways(graph, placed, Partition(graph, mesh, placed, None, {}), self.pricing.prices,
+                    self.plan.microbatches, self.pricing.moments, _samples(graph, self.plan))  # fmt: skip
+        ways.begin(lambda name: name not in whole and self.search.names.use(name).kind != "other")
         return ways
 
     def _prices(self) -> Prices:
@@ -191,15 +198,15 @@ class _Problem:
         """Yield the tables and heads whose rows the ranks do not divide."""
         for name, shape in self.search.names.parameters.items():
             use = self.search.names.use(name)
-            if use.kind in ("lookup", "linear") and len(shape) == 2 and use.out_dim is not None:
-                if shape[use.out_dim] % self.ranks and shape[use.out_dim] > shape[1 - use.out_dim]:
-                    yield name
+            rows = 0 if use.out_dim is None or len(shape) != 2 else shape[use.out_dim]
+            if use.kind in ("lookup", "linear") and rows % self.ranks and rows**2 > math.prod(shape):
+                yield name
 
     # ---- lines of what was found
 
-    def lines(self, splits: Mapping[fx.Node, Split]) -> list[PlacingLine]:
-        """Return the lines of the splits of parameters."""
-        names, search = self.search.names, self.search
+    def lines(self, splits: Mapping[fx.Node, Split], search: Search) -> list[PlacingLine]:
+        """Return the lines of the splits of parameters. The ``search`` tells what is split with each."""
+        names = self.search.names
         named: Claims = {noted(node).binding.name: split for node, split in splits.items()}
         weights = {name: split for name, split in named.items() if len(names.shape(name)) > 1}
         experts = [name for name, split in weights.items() if names.use(name).kind == "experts" and split == Split(0)]
@@ -207,48 +214,40 @@ class _Problem:
         vocabulary = {name: split for name, split in weights.items()
                       if name in _vocabulary(graph) and split.dim == names.use(name).out_dim}  # fmt: skip
         rest = {name: split for name, split in weights.items() if name not in {*experts, *vocabulary}}
-        groups = [*self._groups(rest)]
+        groups = [*_groups(rest, search)]
         if vocabulary:
             groups.append(SplitGroup(vocabulary, vocabulary, 0, False, vocab=True))
-        lines = lines_of(groups, search)
+        lines = lines_of(groups, self.search)
         modules = dict.fromkeys(name.rpartition(".")[0] for name in experts)
         if modules:
             others = [module for name in names.parameters if (module := name.rpartition(".")[0])]
             where = patterns_for([*modules], others)
             lines.insert(0, PlacingLine("experts", where, f"over {self.axis} dropless", "each rank has some experts"))
-        return [*lines, *self._others(rest, groups)]
+        return [*lines, *self._others(rest, groups, search)]
 
-    def _groups(self, weights: Claims) -> Iterator[SplitGroup]:
-        """Yield the weights that are split together, those of all layers at once."""
-        names = self.search.names
-        alike: dict[tuple[object, ...], list[str]] = {}
-        for name, split in weights.items():
-            use = names.use(name)
-            if self.search.begins(name, split) or self.search.ends(name, split):
-                alike.setdefault((re.sub(r"\d+", "*", name), names.shape(name), use, split), []).append(name)
-        covered: set[str] = set()
-        kinds = sorted(alike.values(), key=lambda kind: not self.search.begins(kind[0], weights[kind[0]]))
-        for kind in kinds:
-            if covered.issuperset(kind):
-                continue
-            group = self.search.group({name: weights[name] for name in kind})
-            joined = {} if group is None else group.weights
-            together = {name: weights[name] for name in weights
-                        if name in kind or (joined.get(name) == weights[name] and name not in covered)}  # fmt: skip
-            covered.update(together)
-            yield SplitGroup(together, together, 0, group is not None and group.attends)
-
-    def _others(self, weights: Claims, groups: Sequence[SplitGroup]) -> Iterator[PlacingLine]:
+    def _others(self, weights: Claims, groups: Sequence[SplitGroup], search: Search) -> Iterator[PlacingLine]:
         """Yield lines with a layout for weights that no other line splits, and that do not follow from one."""
         said = {name: split for group in groups for name, split in group.weights.items()}
-        follows = self.search.group(said)
+        follows = search.group(said)
         layouts: dict[str, list[str]] = {}
         for name, split in weights.items():
             told = name in said and (self.search.begins(name, split) or self.search.ends(name, split))
             if not told and (follows is None or follows.weights.get(name) != split):
-                layouts.setdefault(_layout(split, len(self.search.names.shape(name)), self.axis), []).append(name)
+                layouts.setdefault(self._layout(name, split), []).append(name)
         for layout, alike in layouts.items():
             yield PlacingLine("shard", patterns_for(alike, self.search.names.all_parameters), layout)
+
+    def _layout(self, name: str, split: Split) -> str:
+        """Return the layout of a weight that is split over the axis, and over other axes as lines say."""
+        dims = ["_"] * len(self.search.names.shape(name))
+        others = {claim.axis: claim.split for claim in self.request.placing.claims
+                  if claim.value.name == name and claim.split is not None}  # fmt: skip
+        for axis, at in sorted({**others, self.axis: split}.items(), key=lambda item: count(item[1].outer)):
+            parts = f"({at.outer} _/{axis})"
+            if isinstance(at.outer, tuple):
+                parts = f"({' + '.join(f'{letter}/{axis}' for letter in 'abcdefgh'[: len(at.outer)])})"
+            dims[at.dim] = f"{dims[at.dim]}/{axis}" if at.outer == 1 or dims[at.dim] != "_" else parts
+        return f"[{', '.join(dims)}]"
 
     # ---- prices
 
@@ -259,41 +258,7 @@ class _Problem:
             PlanError: the lines do not fit.
         """
         compiled = compile_changed(self.compiled, self._plan(lines))
-        return compiled, axis_price(compiled, self.axis, self.cluster, self.moments)
-
-
-def axis_price(compiled: Compiled, axis: str, cluster: Cluster | None, moments: int) -> AxisPrice:
-    """Return the price of a compiled plan over an axis."""
-    mesh, request = compiled.mesh, compiled.request
-    sent: list[tuple[int, int]] = []
-    for role in (build := compiled.build).roles.values():
-        rows = [row for row in communication_table(role)
-                if axis in mesh.joined(mesh.spread(row["axis"].split(",")))]  # fmt: skip
-        sent.append((sum(row["count_per_step"] * row["wire_bytes"] for row in rows),
-                     sum(row["count_per_step"] for row in rows if row["message"] == row["number"])))  # fmt: skip
-    trials = Trials(compiled.captured)
-    graph, (placed, _) = trials.graph(request), trials.place(request)
-    parts = mesh.parts(axis)
-    ways = Ways(graph, placed, Partition(graph, mesh, placed, None, {}), Prices(axis, mesh.declared.size(axis)),
-                compiled.plan.microbatches, moments, {})  # fmt: skip
-    work = whole_work = weights = whole_weights = undivided = 0.0
-    for node in graph.nodes:
-        if node.op == "placeholder" and noted(node).binding.kind in ("parameter", "frozen"):
-            split = [name for name in parts if name in placed.splits[node, 0]]
-            entries, ranks = fake((node, 0)).numel(), math.prod(mesh.size(name) for name in split)
-            whole_weights, weights = whole_weights + entries, weights + entries / ranks
-            undivided += 0.0 if split else ways.of(node)[0].price
-        elif computes(node) and ways.works(node):
-            count = facts(node.target).flops
-            done = 0 if count is None else count(call_of(node))
-            split = [name for name in parts if name in placed.parts[node]]
-            whole_work, work = whole_work + done, work + done / math.prod(mesh.size(name) for name in split)
-            undivided += 0.0 if split else ways.of(node)[0].price
-    seconds = None if cluster is None else price(build, compiled.plan, cluster).time.seconds
-    bytes_, messages = max(sent)
-    return AxisPrice(
-        bytes_, messages, work / whole_work if whole_work else 1.0, weights / whole_weights, undivided, seconds
-    )
+        return compiled, self.pricing.of(compiled, self.cluster)
 
 
 # ---- lines and names
@@ -351,9 +316,30 @@ def _vocabulary(graph: fx.Graph) -> set[str]:
     return names
 
 
-def _layout(split: Split, rank: int, axis: str) -> str:
-    """Return the layout of a value of some dims that is split over the axis alone."""
-    parts = f"_/{axis}" if split.outer == 1 else f"({split.outer} _/{axis})"
-    if isinstance(split.outer, tuple):
-        parts = f"({' + '.join(f'{letter}/{axis}' for letter in 'abcdefgh'[: len(split.outer)])})"
-    return f"[{', '.join(parts if at == split.dim else '_' for at in range(rank))}]"
+def _without_one(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
+    """Yield lines without one of their patterns, each in turn."""
+    for at, line in enumerate(lines):
+        for pattern in line.patterns:
+            rest = [other for other in line.patterns if other != pattern]
+            yield [*lines[:at], *([replace(line, patterns=rest)] if rest else []), *lines[at + 1 :]]
+
+
+def _groups(weights: Claims, search: Search) -> Iterator[SplitGroup]:
+    """Yield the weights that are split together, those of all layers at once."""
+    names = search.names
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, split in weights.items():
+        use = names.use(name)
+        if search.begins(name, split) or search.ends(name, split):
+            alike.setdefault((re.sub(r"\d+", "*", name), names.shape(name), use, split), []).append(name)
+    covered: set[str] = set()
+    kinds = sorted(alike.values(), key=lambda kind: not search.begins(kind[0], weights[kind[0]]))
+    for kind in kinds:
+        if covered.issuperset(kind):
+            continue
+        group = search.group({name: weights[name] for name in kind})
+        joined = {} if group is None else group.weights
+        together = {name: weights[name] for name in weights
+                    if name in kind or (joined.get(name) == weights[name] and name not in covered)}  # fmt: skip
+        covered.update(together)
+        yield SplitGroup(together, together, 0, group is not None and group.attends)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from parc.compiler.capture.capture import Captured
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.stretches import Outer, outer_of
@@ -61,13 +63,7 @@ class Search:
             if any(use.kind == "linear" for _, use in weight_uses(follower, name, len(self.names.shape(name))))
         }  # fmt: skip
         """The weights that products read, tied embeddings included."""
-        self._attending = [
-            node
-            for node in graph.nodes
-            if node.op == "call_function"
-            and facts(node.target).precision == "product"
-            and sum(operand in follower.computed for operand in operands_of(node)) > 1
-        ]
+        self._attending = contracting(graph, follower)
         self._looked_up = {
             operand
             for node in graph.nodes
@@ -198,6 +194,18 @@ class Search:
                     claims[name] = split
         tables = any(self._nodes[name] in self._looked_up for name in claims)
         return SplitGroup(claims, claims, 0, False, vocab=True) if tables else None
+
+
+def contracting(graph: fx.Graph, follower: Follower) -> list[fx.Node]:
+    """Return the products of two computed values: those of attention, and those of experts on the rows that they
+    get."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and facts(node.target).precision == "product"
+        and sum(operand in follower.computed for operand in operands_of(node)) > 1
+    ]
 
 
 def identity(reshard: Reshard) -> tuple[object, ...]:

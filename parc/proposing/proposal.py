@@ -125,7 +125,7 @@ def initial_lines(
 
     lines, least = _fitting_lines(lines_of(search.groups(), search), fits)
     named = families() if search.axis == "tp" else ()
-    return _family(lines, least, fits, recorded, {family: f"(tp={ranks})" for family in named})
+    return _family(lines, least, fits, recorded, dict.fromkeys(named, f"(tp={ranks})"))
 
 
 def _draft(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
