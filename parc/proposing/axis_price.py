@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
@@ -14,10 +15,9 @@ from parc.compiler.clock.cluster import Cluster
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parse_kind
 from parc.compiler.ops.own_ops import OPS
-from parc.compiler.ops.rules import facts
 from parc.compiler.resolve.requests import Request
 from parc.compiling.compiled import Compiled
-from parc.passes.calls import call_of, computes, fake
+from parc.passes.calls import computes
 from parc.passes.pipeline import Trials
 from parc.passes.placing.heads import Follower
 from parc.passes.placing.partition import Partition
@@ -50,12 +50,22 @@ class AxisPrice:
         sent = self.wire_bytes + START * self.messages
         return self.undivided + (sent if self.seconds is None else self.seconds)
 
-    def dearer(self, other: AxisPrice) -> bool:
-        """Return whether a plan is dearer than another one."""
-        if other.lacking:
-            return self.total > other.total
-        slower = self.seconds is not None and other.seconds is not None and self.seconds > other.seconds
-        return slower or self.wire_bytes > other.wire_bytes or self.total > other.total
+    def excess(self, limit: AxisPrice) -> float:
+        """Return how much a plan sends more than another one, or divides less, in parts of that; 0 where it does
+        neither. A plan that lacks something is no limit of what is sent."""
+        sent = 0.0 if limit.lacking else self.wire_bytes / max(1, limit.wire_bytes) - 1
+        later = 0.0
+        if self.seconds is not None and limit.seconds is not None and not limit.lacking:
+            later = self.seconds / limit.seconds - 1
+        over = (sent, later, self.work / limit.work - 1, self.weights / limit.weights - 1)
+        return sum(part for part in over if part > _ROUNDING)
+
+    def cheaper(self, other: AxisPrice) -> bool:
+        """Return whether a plan costs less than another one, sends no more and divides no less."""
+        return not self.excess(other) and self.total < other.total
+
+
+_ROUNDING = 1e-9
 
 
 @dataclass
@@ -98,15 +108,27 @@ class AxisPricing:
         lacking = lacking or weights.share == 1
         return AxisPrice(*max(sent), work.share, weights.share, undivided, lacking, seconds)
 
-    def estimated(self, request: Request) -> tuple[float, float]:
-        """Return about the price of a request, and the bytes that it sends: the conversions between its values, and
-        what is not divided."""
+    def estimated(self, request: Request) -> AxisPrice:
+        """Return about the price of a request, before it is compiled: the conversions between its values, and what is
+        not divided. Its seconds are those of messages alone."""
         placed, _, typed = self.trials.typed(request)
         mesh = request.placing.mesh
-        undivided = self._divided(self.trials.graph(request), placed, mesh)[2]
+        work, weights, undivided, lacking = self._divided(self.trials.graph(request), placed, mesh)
         messages = [*_messages(typed, mesh, self.prices.axis, self.microbatches)]
-        wires = WireBytes(self.prices.axis, self.prices.ranks)
-        return undivided + sum(each(self.prices) for each in messages), sum(each(wires) for each in messages)
+        sent, both = (sum(each(prices) for each in messages) for prices in (self.wires, self.starting))
+        seconds = None if self.prices.links is None else sum(each(self.prices) for each in messages)
+        count = round((both - sent) / START)
+        return AxisPrice(int(sent), count, work.share, weights.share, undivided, lacking, seconds)
+
+    @property
+    def wires(self) -> Prices:
+        """The bytes that are sent alone."""
+        return WireBytes(self.prices.axis, self.prices.ranks)
+
+    @property
+    def starting(self) -> Prices:
+        """The bytes that are sent, with those that messages cost beside."""
+        return Prices(self.prices.axis, self.prices.ranks)
 
     def _divided(self, graph: fx.Graph, placed: Placed, mesh: Mesh) -> tuple[_Share, _Share, float, bool]:
         """Return the shares of work and of weights that a rank has, the price of the rest, and whether attention or
@@ -118,11 +140,10 @@ class AxisPricing:
         for node in graph.nodes:
             if node.op == "placeholder" and noted(node).binding.kind in ("parameter", "frozen"):
                 axes = [name for name in parts if name in placed.splits[node, 0]]
-                weights.add(fake((node, 0)).numel(), math.prod(map(mesh.size, axes)))
+                weights.add(ways.amount(node), math.prod(map(mesh.size, axes)))
             elif computes(node) and ways.works(node):
                 axes = [name for name in parts if name in placed.parts[node]]
-                flops = facts(node.target).flops
-                work.add(0 if flops is None else flops(call_of(node)), math.prod(map(mesh.size, axes)))
+                work.add(ways.amount(node), math.prod(map(mesh.size, axes)))
                 lacking = lacking or (node in inner and not axes)
             else:
                 continue
@@ -137,8 +158,7 @@ def _messages(typed: fx.Graph, mesh: Mesh, axis: str, microbatches: int) -> Iter
             parts = [name for name in mesh.parts(axis) if node_type(node).placement[name] == "R"]
             yield from _conversion(node, parts, "I", "R", mesh, 1)
         elif node.target is OPS.row_max.default and node.args[1]:
-            size = whole_bytes(node_type(node), mesh, [])
-            yield lambda prices, size=size: microbatches * prices.message("row_max", size)
+            yield partial(_peaks, whole_bytes(node_type(node), mesh, []) * microbatches)
         elif node.target is OPS.convert.default:
             source, over, have, want = node.args[:4]
             parts = [name for name in over.split(",") if name in mesh.parts(axis)]
@@ -153,3 +173,8 @@ def _conversion(
         size, grads = whole_bytes(node_type(node), mesh, parts), node_type(node).dtype.is_floating_point
         kinds = parse_kind(have), parse_kind(want)
         yield lambda prices: times * (prices.conversion(size, *kinds, grads) or 0.0)
+
+
+def _peaks(size: float, prices: Prices) -> float:
+    """Return the price of the largest logit of each row."""
+    return prices.message("row_max", size)

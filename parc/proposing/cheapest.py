@@ -8,9 +8,9 @@ forward and in backward, and its own time on a cluster; a weight that every rank
 state, or the time in which an update moves them. So a weight is split where its messages cost less than that.
 
 The plan with the lines that are found is compiled, as is the plan with the lines of `parc init`, and both are priced
-from their programs. The lines of `parc init` stand unless the others cost less in all. These may also send no more
-bytes over the axis, and take no longer on a cluster, unless `parc init` splits nothing, or leaves attention or experts
-whole: to divide them is worth its messages.
+from their programs. The lines of `parc init` stand unless the others cost less in all, divide no less of the work and
+of the weights, send no more bytes over the axis, and take no longer on a cluster. Where `parc init` splits nothing, or
+leaves attention or experts whole, more may be sent: to divide these is worth its messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from parc.passes.calls import ValueKey, computes, key_of, operands_of
 from parc.passes.placing.partition import Partition
 from parc.passes.placing.sites import input_dims
 from parc.proposing.axis_price import AxisPrice, AxisPricing
-from parc.proposing.integer_program import solve
+from parc.proposing.integer_program import Limits, solve
 from parc.proposing.lines import PlacingLine, lines_of, patterns_for
 from parc.proposing.placements import Claims, Search, SplitGroup
 from parc.proposing.proposal import initial_lines
@@ -57,15 +57,17 @@ SOLVER_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """The lines of a plan that place a model's weights over an axis: those that were found, with their price
-    ``after``, and the price ``before`` of those of `parc init`. ``found`` is False where the latter stand."""
+    """The lines of a plan that place a model's weights over an axis, with their price ``after``, and the price
+    ``before`` of those of `parc init`. ``found`` is False where the latter stand, as nothing cheaper was found."""
 
     lines: tuple[str, ...]
     seconds_of_solver: float
     before: AxisPrice
     after: AxisPrice
     found: bool
-    plan: Plan
+    initial: Compiled
+    """The plan with the lines of `parc init`."""
+    compiled: Compiled
     """The plan with the lines."""
 
 
@@ -77,25 +79,24 @@ def cheapest_placements(
     are left out. The model is that of the plan, ``compiled`` with any lines.
 
     Raises:
-        PlanError: the plan without these lines is at fault.
-        NoSolver: the solver is not installed.
+        PlanError: the plan without these lines is at fault, or the solver is not installed.
     """
     problem = _Problem(plan, folder, compiled, axis, cluster)
     progress("the lines of `parc init`")
-    initial = problem.initial()
-    compiled, before = problem.priced(initial)
+    lines = problem.initial()
+    initial, before = problem.priced(lines)
     progress("integer program")
     start = time.perf_counter()
-    found = problem.found(math.inf if before.lacking else before.wire_bytes)
+    others = problem.found(before)
     seconds = time.perf_counter() - start
     progress("compiling what was found")
-    best, after = initial, before
+    best, after, found = initial, before, False
     with suppress(PlanError):  # such as lines that contradict others of the plan
-        changed, price = problem.priced(found)
-        if not price.dearer(before) and found != initial:
-            best, after, compiled = found, price, changed
-    texts = tuple(text for line in best for text in line.texts())
-    return Placements(texts, seconds, before, after, best is not initial, compiled.plan)
+        changed, price = problem.priced(others)
+        if found := price.cheaper(before):
+            best, after, lines = changed, price, others
+    texts = tuple(text for line in lines for text in line.texts())
+    return Placements(texts, seconds, before, after, found, initial, best)
 
 
 class _Problem:
@@ -130,39 +131,43 @@ class _Problem:
 
     # ---- the integer program
 
-    def found(self, most_bytes: float) -> list[PlacingLine]:
-        """Return the lines of the cheapest choices of ways, of those that send at most so many bytes. Where there are
-        fewer heads than ranks, several ranks keep each: such lines are found for fewer ranks."""
+    def found(self, before: AxisPrice) -> list[PlacingLine]:
+        """Return the lines of the cheapest choices of ways, of those that send no more than the price ``before``, and
+        divide no less. Where there are fewer heads than ranks, several ranks keep each: such lines are found for fewer
+        ranks."""
+        whole = [max(0.0, (share - 1 / self.ranks) / (1 - 1 / self.ranks)) for share in (before.work, before.weights)]
+        limits = Limits(math.inf if before.lacking else before.wire_bytes, *whole)
         first = min(divisor for divisor in range(2, self.ranks + 1) if self.ranks % divisor == 0)
         candidates: list[tuple[tuple[float, float], list[PlacingLine]]] = []
         for ranks in dict.fromkeys((self.ranks, first)):
             request = self._padded(ranks)
-            splits = solve(self._ways(request), SOLVER_SECONDS, most_bytes)
+            splits = solve(self._ways(request), SOLVER_SECONDS, limits)
             lines = self.lines(splits or {}, Search(self.compiled.captured, request, self.axis))
-            candidates.append(self._trimmed(lines, most_bytes))
+            candidates.append(self._trimmed(lines, before))
+            if not self.pricing.estimated(self._ask(candidates[-1][1])[1]).lacking:
+                break
         return min(candidates, key=lambda candidate: candidate[0])[1]
 
-    def _trimmed(self, lines: list[PlacingLine], most_bytes: float) -> tuple[tuple[float, float], list[PlacingLine]]:
-        """Return lines, and the bytes that are too many with the price, without the patterns that cost more than they
+    def _trimmed(self, lines: list[PlacingLine], before: AxisPrice) -> tuple[tuple[float, float], list[PlacingLine]]:
+        """Return lines, and how much they exceed a price with their own, without the patterns that cost more than they
         save: propagation may not do all that the program has in mind."""
-        least = self._estimated(lines, most_bytes)
-        shorter = True
-        while shorter:
-            shorter = False
-            for fewer in _without_one(lines):
-                if (price := self._estimated(fewer, most_bytes)) < least:
-                    least, lines, shorter = price, fewer, True
-                    break
+        least = self._estimated(lines, before)
+        while lines:
+            candidates = [*_without_one(lines)]
+            prices = [self._estimated(fewer, before) for fewer in candidates]
+            if min(prices) >= least:
+                break
+            least, lines = min(prices), candidates[prices.index(min(prices))]
         return least, lines
 
-    def _estimated(self, lines: Sequence[PlacingLine], most_bytes: float) -> tuple[float, float]:
-        """Return the bytes that are too many, and the price, of the plan with some lines before it is compiled;
-        infinite where they do not fit."""
+    def _estimated(self, lines: Sequence[PlacingLine], before: AxisPrice) -> tuple[float, float]:
+        """Return how much the plan with some lines exceeds a price, and its own, before it is compiled; infinite where
+        they do not fit."""
         try:
-            price, sent = self.pricing.estimated(self._ask(lines)[1])
+            price = self.pricing.estimated(self._ask(lines)[1])
         except (PlanError, *REFUSALS):
             return math.inf, math.inf
-        return max(0.0, sent - most_bytes), price
+        return price.excess(replace(before, seconds=None)), price.total
 
     def _padded(self, ranks: int) -> Request:
         """Return the request in which the axis has so many ranks, and rows of a vocabulary that the real ones do not

@@ -18,19 +18,13 @@ from torch import fx
 
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.layout.placement import AxisType, Split
+from parc.grammar.codes import NO_PACKAGE
+from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.passes.calls import ValueKey, computes, fake, key_of, operands_of, substitute_nodes
 from parc.proposing.ways import Ways, WireBytes
 
 Unit = tuple[object, ...]
 """The name of an operator or a parameter that equal blocks have in common."""
-
-
-class NoSolver(Exception):
-    """The error that the solver is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__("placements are found by scipy's HiGHS, which is not installed")
-        self.help = 'install it: `pip install "parc-compiler[search]"`'
 
 
 # ---- equal blocks
@@ -95,6 +89,7 @@ class _Rows:
 
     prices: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    """The bytes that a column sends."""
     whole: list[bool] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
@@ -110,16 +105,17 @@ class _Rows:
         self.bounds.append((low, high))
 
 
-def solver() -> Any:
+def _solver() -> Any:
     """Return the modules of the solver.
 
     Raises:
-        NoSolver: it is not installed.
+        PlanError: it is not installed.
     """
     try:
         return import_module("scipy.optimize"), import_module("scipy.sparse")
     except ImportError:
-        raise NoSolver from None
+        message = "placements are found with the package `scipy`, which is not installed"
+        raise PlanError([Diagnostic(NO_PACKAGE, message, help='`pip install "parc-compiler[plan]"`')]) from None
 
 
 Columns = Mapping[AxisType, Sequence[int]]
@@ -152,15 +148,32 @@ def _add_value(
                 rows.row({**conversions, **dict.fromkeys(columns[want], -1.0)}, 0, math.inf)
 
 
-def solve(ways: Ways, limit: float, most_bytes: float = math.inf) -> dict[fx.Node, Split] | None:
-    """Return the splits of parameters in the cheapest of all choices of ways, of those that send at most so many bytes;
-    None where the solver has none within ``limit`` seconds.
+def _limit(rows: _Rows, amounts: Mapping[int, float], most: float) -> None:
+    """Add the row that a sum over columns is at most so much, if that is finite."""
+    if math.isfinite(most):
+        scale = max(most, 1.0)
+        rows.row({column: amount / scale for column, amount in amounts.items() if amount}, -math.inf, most / scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of what a solution sends, and of what it leaves undivided: bytes, and the parts of all work and of all
+    entries of weights."""
+
+    sent: float = math.inf
+    work: float = 1.0
+    weights: float = 1.0
+
+
+def solve(ways: Ways, seconds: float, limits: Limits) -> dict[fx.Node, Split] | None:
+    """Return the splits of parameters in the cheapest of all choices of ways within limits; None where there is none,
+    or none that the solver finds in so many ``seconds``.
 
     Raises:
-        NoSolver: it is not installed.
+        PlanError: the solver is not installed.
     """
     wires = ways.priced(WireBytes(ways.axis, ways.prices.ranks))
-    optimize, sparse = solver()
+    optimize, sparse = _solver()
     units, rows = shared_units(ways), _Rows()
     count: dict[Unit, int] = {}
     for unit in units.values():
@@ -180,9 +193,12 @@ def solve(ways: Ways, limit: float, most_bytes: float = math.inf) -> dict[fx.Nod
         made = _by_type(columns[maker], [way.gives[index] for way in choices[maker]])
         read = [_by_type(columns[unit], [way.wants[at] for way in choices[unit]]) for unit, at in readers]
         _add_value(rows, ways, wires, keys, made, read)
-    if math.isfinite(most_bytes):
-        largest = max(most_bytes, 1.0)
-        rows.row({column: sent / largest for column, sent in enumerate(rows.sent) if sent}, 0, most_bytes / largest)
+    _limit(rows, dict(enumerate(rows.sent)), limits.sent)
+    for kind, part in (("placeholder", limits.weights), ("call_function", limits.work)):
+        amounts = {unit: ways.amount(node) * count[unit] for unit, node in first.items() if node.op == kind}
+        left = {column: amount for unit, amount in amounts.items()
+                for column, way in zip(columns[unit], choices[unit], strict=True) if not way.divided}  # fmt: skip
+        _limit(rows, left, part * sum(amounts.values()) if part < 1 else math.inf)
     lows, highs = zip(*rows.bounds, strict=True)
     at, column, value = zip(*rows.entries, strict=True)
     scale = max(rows.prices) or 1.0
@@ -190,15 +206,14 @@ def solve(ways: Ways, limit: float, most_bytes: float = math.inf) -> dict[fx.Nod
     result = optimize.milp(
         [price / scale for price in rows.prices], integrality=[int(whole) for whole in rows.whole],
         bounds=optimize.Bounds(0, 1), constraints=optimize.LinearConstraint(matrix, lows, highs),
-        options={"time_limit": limit, "mip_rel_gap": 1e-3},
+        options={"time_limit": seconds, "mip_rel_gap": 1e-3},
     )  # fmt: skip
     if result.x is None:
         return None
     splits: dict[fx.Node, Split] = {}
     for node, unit in units.items():
         if node.op == "placeholder" and noted(node).binding.kind in ("parameter", "frozen"):
-            at_ = max(range(len(columns[unit])), key=lambda index: result.x[columns[unit][index]])
-            kind = choices[unit][at_].gives[0]
-            if isinstance(kind, Split):
-                splits[node] = kind
+            way = max(zip(columns[unit], choices[unit], strict=True), key=lambda pair: result.x[pair[0]])[1]
+            if isinstance(way.gives[0], Split):
+                splits[node] = way.gives[0]
     return splits

@@ -18,6 +18,7 @@ from parc.compiler.layout.collectives import COLLECTIVES, SMALL_SUM
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType
 from parc.compiler.layout.stretches import is_zigzag, nest
+from parc.compiler.ops.factors import Dims, OpRule
 from parc.compiler.ops.infer import Part
 from parc.compiler.ops.rules import facts
 from parc.compiler.ops.splits import from_factor, to_factor
@@ -35,11 +36,12 @@ START = SMALL_SUM
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way to compute an operator over the axis: the types that its operands must have, None for any; those of its
-    results; and the price of doing so."""
+    results; the price of doing so; and whether ranks divide the work, or a weight."""
 
     wants: tuple[AxisType | None, ...]
     gives: tuple[AxisType, ...]
     price: float = 0.0
+    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Ways:
         same.prices = prices
         return same
 
-    def _dims(self, node: fx.Node) -> Iterator[tuple[ValueKey, Any]]:
+    def _dims(self, node: fx.Node) -> Iterator[tuple[ValueKey, Dims]]:
         """Yield the operands and results of an operator, each with the factors of its dims."""
         rule = self.placed.rules[node]
         yield from zip(map(key_of, operands_of(node)), rule.operands, strict=True)
@@ -210,44 +212,46 @@ class Ways:
         rule, grads = self.placed.rules[node], self.partition.grad
         if facts(node.target).reroutes:  # rows stay where they are, until experts read them
             rows = key_of(operands_of(node)[0])
-            kinds: list[AxisType] = ["I", *(["R"] if grads[rows] else []), *self.splits.get(rows, ())]
+            kinds: tuple[AxisType, ...] = ("I", *self.splits.get(rows, ()))
+            kinds = (*kinds, "R") if grads[rows] else kinds
             return [Way((kind, *[None] * (len(rule.operands) - 1)), (kind,)) for kind in kinds]
         keys = [key_of(operand) for operand in operands_of(node)]
         results = [(node, index) for index in range(len(rule.results))]
-        read = tuple("R" if grads[key] else "I" for key in keys)
+        read: tuple[AxisType, ...] = tuple("R" if grads[key] else "I" for key in keys)
         price = self.prices.product(node, self._moved(node)) * self.microbatches if self.works(node) else 0.0
-        ways = [Way(("I",) * len(keys), ("I",) * len(results), price)]
+        ways = [Way(_all("I", keys), _all("I", results), price)]
         if "R" in read and grads.get(results[0]):
-            ways.append(Way(read, tuple("R" if grads.get(key) else "I" for key in results), price))
+            marked: tuple[AxisType, ...] = tuple("R" if grads.get(key) else "I" for key in results)
+            ways.append(Way(read, marked, price))
         for together in rule.linear if grads.get(results[0]) else ():
-            wants = tuple("P" if index in together else kind for index, kind in enumerate(read))
-            ways += self._reduced(Way(wants, ("P",) * len(results), price), results)
+            wants: tuple[AxisType, ...] = tuple("P" if index in together else kind for index, kind in enumerate(read))
+            ways += self._reduced(Way(wants, _all("P", results), price), results)
         for part in self.parts[node]:
             wants = tuple(self._type(rule, dims, part, kind) for dims, kind in zip(rule.operands, read, strict=True))
             gives = tuple(self._type(rule, dims, part, "P") for dims in rule.results)
             if node.target in EXPANSIONS and "P" in gives:  # sums and peaks of its rows are exchanged, no more
-                rows = self._bytes(results[0]) * self.microbatches
-                sent = self.prices.message("all_reduce", 2 * rows) + self.prices.message("row_max", rows)
-                ways.append(Way(wants, ("I",) * len(results), sent))
+                size = self._bytes(results[0])
+                sent = self.prices.message("all_reduce", 2 * size) + self.prices.message("row_max", size)
+                ways.append(Way(wants, _all("I", results), sent * self.microbatches, divided=True))
             else:
-                ways += self._reduced(Way(wants, gives), results)
+                ways += self._reduced(Way(wants, gives, divided=True), results)
         return ways
 
     @staticmethod
-    def _type(rule: Any, dims: Any, part: Part, otherwise: AxisType) -> AxisType:
+    def _type(rule: OpRule, dims: Dims, part: Part, otherwise: AxisType) -> AxisType:
         at = from_factor(rule, dims, *part)
         return otherwise if at is None else Split(*at)
 
     def _of_placeholder(self, node: fx.Node) -> list[Way]:
         key, kind = (node, 0), noted(node).binding.kind
-        lies = self.placed.splits[key].get(self.axis, "I")
+        lies: AxisType = self.placed.splits[key].get(self.axis, "I")
         if kind not in ("parameter", "frozen", *BUFFERS):
             return [Way((), (lies,))]
         state = 0
         if kind != "buffer":
             state = fake(key).nbytes * (2 + self.moments if kind == "parameter" else 1)
         whole = Way((), ("I",), self.prices.state(state))
-        return [whole, *(Way((), (split,)) for split in self.splits.get(key, ()))]
+        return [whole, *(Way((), (split,), divided=True) for split in self.splits.get(key, ()))]
 
     def _reduced(self, way: Way, results: Sequence[ValueKey]) -> Iterator[Way]:
         """Yield a way, and the same with its partial results summed for all readers at once."""
@@ -258,13 +262,21 @@ class Ways:
             prices = [self.conversion(key, "P", kind) for key, given in zip(results, way.gives, strict=True)
                       if given == "P"]  # fmt: skip
             gives = tuple(kind if given == "P" else given for given in way.gives)
-            yield Way(way.wants, gives, way.price + sum(price for price in prices if price is not None))
+            total = way.price + sum(price for price in prices if price is not None)
+            yield replace(way, gives=gives, price=total)
 
     def works(self, node: fx.Node) -> bool:
         """Return whether an operator is worth dividing: a product, or a lookup of what depends on the samples."""
         row = facts(node.target)
         pure = self.partition.pure
         return row.precision == "product" or (row.looks_up and any(n not in pure for n in operands_of(node)[1:]))
+
+    def amount(self, node: fx.Node) -> float:
+        """Return the multiply-adds of an operator, or the entries of a weight, that ranks may divide."""
+        if node.op == "placeholder":
+            return fake((node, 0)).numel() if noted(node).binding.kind in ("parameter", "frozen") else 0.0
+        flops = facts(node.target).flops
+        return flops(call_of(node)) if self.works(node) and flops is not None else 0.0
 
     def _moved(self, node: fx.Node) -> float:
         """Return the bytes of the values that an operator reads and makes, without weights."""
@@ -306,6 +318,11 @@ _MESSAGES: Mapping[tuple[str, str], tuple[str, str]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
 }
 """The messages of a conversion in forward, and in backward."""
+
+
+def _all(type_: AxisType, keys: Sequence[ValueKey]) -> tuple[AxisType, ...]:
+    """Return one type for all of some values."""
+    return (type_,) * len(keys)
 
 
 def _kind(type_: AxisType) -> str:
