@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ class Vgg(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         sizes = [3, width, width, 2 * width, 2 * width]
-        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
         self.hidden, self.head = nn.Linear(2 * width * 16, 256), nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:

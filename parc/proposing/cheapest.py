@@ -81,10 +81,12 @@ def cheapest_placements(
     Raises:
         PlanError: the plan without these lines is at fault, or the solver is not installed.
     """
-    problem = _Problem(plan, folder, compiled, axis, cluster)
+    problem = PlacementProblem(plan, folder, compiled, axis, cluster)
     progress("the lines of `parc init`")
-    lines = problem.initial()
+    lines = problem.initial() if problem.ranks > 1 else []
     initial, before = problem.priced(lines)
+    if problem.ranks == 1:
+        return Placements((), 0.0, before, before, False, initial, initial)
     progress("integer program")
     start = time.perf_counter()
     others = problem.found(before)
@@ -95,11 +97,12 @@ def cheapest_placements(
         changed, price = problem.priced(others)
         if found := price.cheaper(before):
             best, after, lines = changed, price, others
-    texts = tuple(text for line in lines for text in line.texts())
-    return Placements(texts, seconds, before, after, found, initial, best)
+    return Placements(
+        tuple(text for line in lines for text in line.texts()), seconds, before, after, found, initial, best
+    )
 
 
-class _Problem:
+class PlacementProblem:
     """The placements of one model over one axis, for a plan that places none of its weights there."""
 
     def __init__(self, plan: Plan, folder: Path, compiled: Compiled, axis: str, cluster: Cluster | None) -> None:
@@ -140,8 +143,8 @@ class _Problem:
         first = min(divisor for divisor in range(2, self.ranks + 1) if self.ranks % divisor == 0)
         candidates: list[tuple[tuple[float, float], list[PlacingLine]]] = []
         for ranks in dict.fromkeys((self.ranks, first)):
-            request = self._padded(ranks)
-            splits = solve(self._ways(request), SOLVER_SECONDS, limits)
+            request = self.padded(ranks)
+            splits = solve(self.ways(request), SOLVER_SECONDS, limits)
             lines = self.lines(splits or {}, Search(self.compiled.captured, request, self.axis))
             candidates.append(self._trimmed(lines, before))
             if not self.pricing.estimated(self._ask(candidates[-1][1])[1]).lacking:
@@ -169,7 +172,7 @@ class _Problem:
             return math.inf, math.inf
         return price.excess(replace(before, seconds=None)), price.total
 
-    def _padded(self, ranks: int) -> Request:
+    def padded(self, ranks: int) -> Request:
         """Return the request in which the axis has so many ranks, and rows of a vocabulary that the real ones do not
         divide are padded."""
         request = self.request
@@ -181,7 +184,7 @@ class _Problem:
         mesh = replace(mesh, axes=tuple((axis, ranks if axis == self.axis else size) for axis, size in mesh.axes))
         return replace(request, placing=replace(request.placing, mesh=mesh))
 
-    def _ways(self, request: Request) -> Ways:
+    def ways(self, request: Request) -> Ways:
         """Return the ways of all operators to be split over the axis."""
         whole = {claim.value.name for claim in request.placing.claims if claim.axis == self.axis}
         trials, mesh = self.search.trials, request.placing.mesh
