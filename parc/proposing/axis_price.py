@@ -24,7 +24,7 @@ from parc.passes.placing.partition import Partition
 from parc.passes.placing.propagate import Placed
 from parc.passes.programs.segments import node_type
 from parc.proposing.placements import contracting
-from parc.proposing.ways import START, Prices, Ways, WireBytes, whole_bytes
+from parc.proposing.ways import MESSAGE_START, Prices, Ways, WireBytes, whole_bytes
 from parc.step_time import price
 
 
@@ -47,7 +47,7 @@ class AxisPrice:
     @property
     def total(self) -> float:
         """The price of what is sent, or of the step on a cluster, with what is not divided."""
-        sent = self.wire_bytes + START * self.messages
+        sent = self.wire_bytes + MESSAGE_START * self.messages
         return self.undivided + (sent if self.seconds is None else self.seconds)
 
     def excess(self, limit: AxisPrice) -> float:
@@ -117,7 +117,7 @@ class AxisPricing:
         messages = [*_messages(typed, mesh, self.prices.axis, self.microbatches)]
         sent, both = (sum(each(prices) for each in messages) for prices in (self.wires, self.starting))
         seconds = None if self.prices.links is None else sum(each(self.prices) for each in messages)
-        count = round((both - sent) / START)
+        count = round((both - sent) / MESSAGE_START)
         return AxisPrice(int(sent), count, work.share, weights.share, undivided, lacking, seconds)
 
     @property

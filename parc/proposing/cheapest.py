@@ -51,8 +51,10 @@ from parc.proposing.placements import Claims, Search, SplitGroup
 from parc.proposing.proposal import initial_lines
 from parc.proposing.ways import Prices, Ways
 
-SOLVER_SECONDS = 60.0
+SOLVER_SECONDS = 20.0
 """The longest time for which the solver looks for something better."""
+_TRIES = 2
+"""The most times that a program is solved, each with a lower limit of what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def cheapest_placements(
         return Placements((), 0.0, before, before, False, initial, initial)
     progress("integer program")
     start = time.perf_counter()
-    others = problem.found(before)
+    others = problem.found(lines)
     seconds = time.perf_counter() - start
     progress("compiling what was found")
     best, after, found = initial, before, False
@@ -100,6 +102,20 @@ def cheapest_placements(
     return Placements(
         tuple(text for line in lines for text in line.texts()), seconds, before, after, found, initial, best
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Lines with about their price, and how much this exceeds that of the lines of `parc init`."""
+
+    lines: list[PlacingLine]
+    price: AxisPrice
+    excess: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The key by which candidates are compared: the least is best."""
+        return self.excess, self.price.total
 
 
 class PlacementProblem:
@@ -134,43 +150,49 @@ class PlacementProblem:
 
     # ---- the integer program
 
-    def found(self, before: AxisPrice) -> list[PlacingLine]:
-        """Return the lines of the cheapest choices of ways, of those that send no more than the price ``before``, and
-        divide no less. Where there are fewer heads than ranks, several ranks keep each: such lines are found for fewer
-        ranks."""
+    def found(self, initial: Sequence[PlacingLine]) -> list[PlacingLine]:
+        """Return the lines of the cheapest choices of ways, of those that send no more than with the ``initial`` lines
+        and divide no less; or these. Where there are fewer heads than ranks, several ranks keep each: such lines are
+        found for fewer ranks. Where propagation sends more than the program has in mind, that is solved again with so
+        much less."""
+        before = self.pricing.estimated(self._ask(initial)[1])
         whole = [max(0.0, (share - 1 / self.ranks) / (1 - 1 / self.ranks)) for share in (before.work, before.weights)]
-        limits = Limits(math.inf if before.lacking else before.wire_bytes, *whole)
         first = min(divisor for divisor in range(2, self.ranks + 1) if self.ranks % divisor == 0)
-        candidates: list[tuple[tuple[float, float], list[PlacingLine]]] = []
+        best = _Candidate([*initial], before, 0.0)
         for ranks in dict.fromkeys((self.ranks, first)):
-            request = self.padded(ranks)
-            splits = solve(self.ways(request), SOLVER_SECONDS, limits)
-            lines = self.lines(splits or {}, Search(self.compiled.captured, request, self.axis))
-            candidates.append(self._trimmed(lines, before))
-            if not self.pricing.estimated(self._ask(candidates[-1][1])[1]).lacking:
+            request, sent = self.padded(ranks), math.inf if before.lacking else float(before.wire_bytes)
+            ways, search = self.ways(request), Search(self.compiled.captured, request, self.axis)
+            for _ in range(_TRIES):
+                splits = solve(ways, SOLVER_SECONDS, Limits(sent, *whole))
+                candidate = None if splits is None else self._candidate(self.lines(splits, search), before)
+                if candidate is None:
+                    break
+                best = min(best, self._trimmed(candidate, before), key=lambda each: each.rank)
+                sent -= candidate.price.wire_bytes - before.wire_bytes
+                if before.lacking or candidate.price.wire_bytes <= before.wire_bytes or sent < 0:
+                    break
+            if not best.price.lacking:
                 break
-        return min(candidates, key=lambda candidate: candidate[0])[1]
+        return best.lines
 
-    def _trimmed(self, lines: list[PlacingLine], before: AxisPrice) -> tuple[tuple[float, float], list[PlacingLine]]:
-        """Return lines, and how much they exceed a price with their own, without the patterns that cost more than they
-        save: propagation may not do all that the program has in mind."""
-        least = self._estimated(lines, before)
-        while lines:
-            candidates = [*_without_one(lines)]
-            prices = [self._estimated(fewer, before) for fewer in candidates]
-            if min(prices) >= least:
-                break
-            least, lines = min(prices), candidates[prices.index(min(prices))]
-        return least, lines
-
-    def _estimated(self, lines: Sequence[PlacingLine], before: AxisPrice) -> tuple[float, float]:
-        """Return how much the plan with some lines exceeds a price, and its own, before it is compiled; infinite where
-        they do not fit."""
+    def _candidate(self, lines: list[PlacingLine], before: AxisPrice) -> _Candidate | None:
+        """Return lines with about the price of the plan with them, and how much it exceeds another one; None where they
+        do not fit."""
         try:
             price = self.pricing.estimated(self._ask(lines)[1])
         except (PlanError, *REFUSALS):
-            return math.inf, math.inf
-        return price.excess(replace(before, seconds=None)), price.total
+            return None
+        return _Candidate(lines, price, price.excess(before))
+
+    def _trimmed(self, candidate: _Candidate, before: AxisPrice) -> _Candidate:
+        """Return lines without the patterns that cost more than they save: propagation may not do all that the program
+        has in mind."""
+        while True:
+            fewer = [each for lines in _without_one(candidate.lines) if (each := self._candidate(lines, before))]
+            least = min(fewer, key=lambda each: each.rank, default=candidate)
+            if least.rank >= candidate.rank:
+                return candidate
+            candidate = least
 
     def padded(self, ranks: int) -> Request:
         """Return the request in which the axis has so many ranks, and rows of a vocabulary that the real ones do not

@@ -29,7 +29,7 @@ from parc.passes.placing.propagate import Placed
 
 _HALVES = 2
 """Forward and backward: a value goes through both."""
-START = SMALL_SUM
+MESSAGE_START = SMALL_SUM
 """The bytes that a message costs beside its own, where no cluster says what it takes to start one."""
 
 
@@ -63,7 +63,7 @@ class Prices:
         put_in = int(size if op in ("all_reduce", "reduce_scatter", "row_max") else size / self.ranks)
         if self.links is not None:
             return self.links.seconds(op, (self.axis,), put_in)
-        return START + COLLECTIVES[f"parc.{op}"].sent(put_in, self.ranks)
+        return MESSAGE_START + COLLECTIVES[f"parc.{op}"].sent(put_in, self.ranks)
 
     def conversion(self, size: float, have: AxisType, want: AxisType, grads: bool) -> float | None:
         """Return the price of the conversion of a whole value of ``size`` bytes, and of its gradient, if it has one;
@@ -94,7 +94,7 @@ class WireBytes(Prices):
 
     def message(self, op: str, size: float) -> float:
         """Return the bytes that a rank sends."""
-        return super().message(op, size) - START
+        return super().message(op, size) - MESSAGE_START
 
     def state(self, size: float) -> float:
         """Return 0: a weight at rest is not sent."""
