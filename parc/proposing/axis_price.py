@@ -15,6 +15,7 @@ from parc.compiler.clock.cluster import Cluster
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import parse_kind
 from parc.compiler.ops.own_ops import OPS
+from parc.compiler.ops.rules import facts
 from parc.compiler.resolve.requests import Request
 from parc.compiling.compiled import Compiled
 from parc.passes.calls import computes
@@ -41,7 +42,7 @@ class AxisPrice:
     undivided: float
     """Bytes; seconds on a cluster."""
     lacking: bool = False
-    """True where nothing is divided, or not all attention and experts."""
+    """True where nothing is divided, or not all attention, experts and tables of inputs."""
     seconds: float | None = None
 
     @property
@@ -131,8 +132,8 @@ class AxisPricing:
         return Prices(self.prices.axis, self.prices.ranks)
 
     def _divided(self, graph: fx.Graph, placed: Placed, mesh: Mesh) -> tuple[_Share, _Share, float, bool]:
-        """Return the shares of work and of weights that a rank has, the price of the rest, and whether attention or
-        experts are whole."""
+        """Return the shares of work and of weights that a rank has, the price of the rest, and whether attention,
+        experts or tables of inputs are whole."""
         partition = Partition(graph, mesh, placed, None, {})
         ways = Ways(graph, placed, partition, self.prices, self.microbatches, self.moments, {})
         work, weights, undivided, lacking = _Share(), _Share(), 0.0, False
@@ -144,7 +145,7 @@ class AxisPricing:
             elif computes(node) and ways.works(node):
                 axes = [name for name in parts if name in placed.parts[node]]
                 work.add(ways.amount(node), math.prod(map(mesh.size, axes)))
-                lacking = lacking or (node in inner and not axes)
+                lacking = lacking or ((node in inner or facts(node.target).looks_up) and not axes)
             else:
                 continue
             undivided += 0.0 if axes else ways.of(node)[0].price

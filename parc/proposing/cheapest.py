@@ -10,7 +10,7 @@ state, or the time in which an update moves them. So a weight is split where its
 The plan with the lines that are found is compiled, as is the plan with the lines of `parc init`, and both are priced
 from their programs. The lines of `parc init` stand unless the others cost less in all, divide no less of the work and
 of the weights, send no more bytes over the axis, and take no longer on a cluster. Where `parc init` splits nothing, or
-leaves attention or experts whole, more may be sent: to divide these is worth its messages.
+leaves attention, experts or the tables of inputs whole, more may be sent: to divide these is worth its messages.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ from parc.proposing.placements import Claims, Search, SplitGroup
 from parc.proposing.proposal import initial_lines
 from parc.proposing.ways import Prices, Ways
 
-SOLVER_SECONDS = 20.0
+SOLVER_SECONDS = 10.0
 """The longest time for which the solver looks for something better."""
+_PADDING = 0.01
+"""The part of work and of weights by which the program may divide less: it knows them with their padding."""
 _TRIES = 2
 """The most times that a program is solved, each with a lower limit of what is sent."""
 
@@ -156,7 +158,8 @@ class PlacementProblem:
         found for fewer ranks. Where propagation sends more than the program has in mind, that is solved again with so
         much less."""
         before = self.pricing.estimated(self._ask(initial)[1])
-        whole = [max(0.0, (share - 1 / self.ranks) / (1 - 1 / self.ranks)) for share in (before.work, before.weights)]
+        whole = [max(0.0, (share - 1 / self.ranks) / (1 - 1 / self.ranks)) + _PADDING
+                 for share in (before.work, before.weights)]  # fmt: skip
         first = min(divisor for divisor in range(2, self.ranks + 1) if self.ranks % divisor == 0)
         best = _Candidate([*initial], before, 0.0)
         for ranks in dict.fromkeys((self.ranks, first)):
