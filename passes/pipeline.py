@@ -417,6 +417,10 @@ class Trials:
 
     def place(self, request: Request) -> tuple[Placed, Sequence[Reshard]]:
         """Return where values lie under a request, and the conversions between them."""
+        return self.typed(request)[:2]
+
+    def typed(self, request: Request) -> tuple[Placed, Sequence[Reshard], fx.Graph]:
+        """Return where values lie under a request, the conversions between them, and the typed graph with these."""
         values = {**values_of(self._captured, request), "graph": self.graph(request)}
         placing = run_passes(PLACING_PASSES, values)
-        return placing["placed"], placing["reshards"]
+        return placing["placed"], placing["reshards"], placing["typed"]

@@ -118,9 +118,9 @@ _WIDTH = 90
 """The most characters of patterns in a line."""
 _WHY = {
     ("column", True): "their outputs feed attention: each rank has its heads",
-    ("row", True): "they read the heads: one sum over tp ends each attention",
+    ("row", True): "they read the heads: one sum over {axis} ends each attention",
     ("column", False): "they make a hidden width, of which each rank has a part",
-    ("row", False): "they read it: one sum over tp ends each",
+    ("row", False): "they read it: one sum over {axis} ends each",
     ("vocab", False): "rows of the vocabulary: no rank holds whole logits",
 }
 _TABLES = "rows of the vocabulary: each rank has a part of the table"
@@ -139,6 +139,7 @@ def lines_of(groups: Sequence[SplitGroup], search: Search) -> list[PlacingLine]:
     for (attends, verb, rest), names in sorted(alike.items(), key=lambda item: (item[0][1] == "vocab", not item[0][0])):
         why = _WHY[verb, attends] if logits or verb != "vocab" else _TABLES
         part = verb if verb == "vocab" else "attention" if attends else "hidden"
+        why = why.format(axis=search.axis)
         lines.append(PlacingLine(verb, patterns_for(names, _layer_names(search.names)), rest, why, part))
     return lines
 

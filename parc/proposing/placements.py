@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from parc.compiler.capture.capture import Captured
 from parc.compiler.layout.placement import Split
 from parc.compiler.layout.stretches import Outer, outer_of
@@ -61,13 +63,7 @@ class Search:
             if any(use.kind == "linear" for _, use in weight_uses(follower, name, len(self.names.shape(name))))
         }  # fmt: skip
         """The weights that products read, tied embeddings included."""
-        self._attending = [
-            node
-            for node in graph.nodes
-            if node.op == "call_function"
-            and facts(node.target).precision == "product"
-            and sum(operand in follower.computed for operand in operands_of(node)) > 1
-        ]
+        self._attending = contracting(graph, follower)
         self._looked_up = {
             operand
             for node in graph.nodes
@@ -86,7 +82,7 @@ class Search:
             before = {name: split for other in chosen for name, split in other.claims.items()}
             if any(name in other.weights for other in chosen for name in group.weights):
                 continue
-            beside = self._tried({**before, **group.claims})
+            beside = self.group({**before, **group.claims}, gathering=False)
             sent = sum(other.sent for other in chosen)
             if beside is not None and (beside.sent - sent) * _WORTH_KEPT <= group.sent:
                 chosen.append(group)
@@ -106,13 +102,14 @@ class Search:
         more = [reshard for reshard in reshards if identity(reshard) not in self.unsplit]
         return split, more, any(self.axis in placed.parts[node] for node in self._attending)
 
-    def _tried(self, claims: Claims) -> SplitGroup | None:
-        """Return the group that claims split; None if a value is gathered for it, or a claim does not hold."""
+    def group(self, claims: Claims, *, gathering: bool = True) -> SplitGroup | None:
+        """Return the group that claims split; None if a claim does not hold, or a value is gathered for it and it may
+        not be ``gathering``."""
         try:
             split, more, attends = self._place(claims)
         except REFUSALS:
             return None
-        if any(map(gathers, more)) or any(split.get(name) != at for name, at in claims.items()):
+        if (not gathering and any(map(gathers, more))) or any(split.get(name) != at for name, at in claims.items()):
             return None
         return SplitGroup(claims, split, sum(reshard.bytes for reshard in more), attends)
 
@@ -142,7 +139,7 @@ class Search:
         dim = self.names.use(names[0]).out_dim
         assert dim is not None
         for outer in self._ways(names[0], dim):
-            group = self._tried({name: Split(dim, outer) for name in names})
+            group = self.group({name: Split(dim, outer) for name in names}, gathering=False)
             if group is None:
                 continue
             begin, end = (
@@ -180,7 +177,7 @@ class Search:
         """Return the embeddings of inputs that have more rows than columns, with the heads of which this is so; None
         without such embeddings. Weights whose rows need padding are taken untried."""
         claims: dict[str, Split] = {}
-        before = self._tried(beside)
+        before = self.group(beside, gathering=False)
         assert before is not None  # groups were tried beside each other
         for name, node in self._nodes.items():
             use, shape = self.names.use(name), self.names.shape(name)
@@ -191,12 +188,24 @@ class Search:
             split = Split(use.out_dim)
             if shape[use.out_dim] % self.ranks:
                 claims[name] = split
-            elif (tried := self._tried({**beside, name: split})) is not None:
+            elif (tried := self.group({**beside, name: split}, gathering=False)) is not None:
                 more = {other: at for other, at in tried.weights.items() if other not in before.weights}
                 if not any(self.ends(other, at) for other, at in more.items()):
                     claims[name] = split
         tables = any(self._nodes[name] in self._looked_up for name in claims)
         return SplitGroup(claims, claims, 0, False, vocab=True) if tables else None
+
+
+def contracting(graph: fx.Graph, follower: Follower) -> list[fx.Node]:
+    """Return the products of two computed values: those of attention, and those of experts on the rows that they
+    get."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and facts(node.target).precision == "product"
+        and sum(operand in follower.computed for operand in operands_of(node)) > 1
+    ]
 
 
 def identity(reshard: Reshard) -> tuple[object, ...]:

@@ -26,6 +26,7 @@ from parc.compiler.ops.rules import facts
 from parc.compiler.plan.include import FAMILY, families
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.resolve.placements import Resolved
+from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_captured, compile_plan, task_lines
@@ -95,24 +96,36 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
     draft = _draft(wish, task, (), name)
     progress("looking for placements")
     search = Search(captured, ask(draft, folder, recorded, captured)[1], "tp")
-    searched = lines_of(search.groups(), search)
+    family, lines = initial_lines(
+        search, recorded, lambda lines: ask(_draft(wish, task, lines, name), folder, recorded, captured)
+    )
+    text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
+    plan = read_plan(Source(name, text))
+    if wish.model.smaller:
+        return Proposal(text, compile_plan(plan, folder, progress=progress), family)
+    return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
+
+
+def initial_lines(
+    search: Search, recorded: Recorded, ask_with: Callable[[Sequence[PlacingLine]], tuple[Resolved, Request]],
+    ranks: str = "$tp",
+) -> tuple[str, list[PlacingLine]]:  # fmt: skip
+    """Return the placements that are proposed at first: the family that fits, and its line; or "" and the lines of the
+    groups that are worth splitting. ``ask_with`` returns the request of a plan with some lines."""
 
     def fits(lines: Sequence[PlacingLine]) -> int:
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
-            resolved, request = ask(_draft(wish, task, lines, name), folder, recorded, captured)
+            resolved, request = ask_with(lines)
             reshards = search.trials.place(request)[1]
         except PlanError:
             return -1
         unasked = any(gathers(reshard) and identity(reshard) not in search.unsplit for reshard in reshards)
         return -1 if unasked else _split_entries(resolved, search)
 
-    family, lines = _family(*_fitting_lines(searched, fits), fits, recorded)
-    text = plan_text(wish.head, wish.model, task, wish.ranks, lines)
-    plan = read_plan(Source(name, text))
-    if wish.model.smaller:
-        return Proposal(text, compile_plan(plan, folder, progress=progress), family)
-    return Proposal(text, compile_captured(plan, folder, recorded, captured), family)
+    lines, least = _fitting_lines(lines_of(search.groups(), search), fits)
+    named = families() if search.axis == "tp" else ()
+    return _family(lines, least, fits, recorded, dict.fromkeys(named, f"(tp={ranks})"))
 
 
 def _draft(wish: Wish, task: Task, lines: Sequence[PlacingLine], name: str) -> Plan:
@@ -190,13 +203,14 @@ def _pairs(lines: Sequence[PlacingLine]) -> Iterator[list[PlacingLine]]:
 
 
 def _family(
-    lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded
-) -> tuple[str, list[PlacingLine]]:
+    lines: list[PlacingLine], least: int, fits: Callable[[Sequence[PlacingLine]], int], recorded: Recorded,
+    arguments: Mapping[str, str],
+) -> tuple[str, list[PlacingLine]]:  # fmt: skip
     """Return the family that splits most, with the one line that includes it, if that is at least as much as the lines
-    split, ``least``; else "" and these lines."""
+    split, ``least``; else "" and these lines. ``arguments`` are those with which each family is included."""
     kind = type(recorded.module).__name__.lower()
-    named = sorted(families(), key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
-    includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], "(tp=$tp)", _FITS) for family in named}
+    named = sorted(arguments, key=lambda family: (family.replace("-", "") not in kind, _stands_for(family), family))
+    includes = {family: PlacingLine("include", [f'"{FAMILY}{family}"'], arguments[family], _FITS) for family in named}
     sizes = {family: fits([include]) for family, include in includes.items()}
     best = max(sizes, key=sizes.__getitem__, default="")  # the first of equal ones
     return (best, [includes[best]]) if sizes.get(best, -1) >= least > 0 else ("", lines)

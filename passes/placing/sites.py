@@ -34,7 +34,7 @@ def sites_of(graph: fx.Graph) -> InnerValues:
         keys = crossing[name]
         for index, key in enumerate(keys):
             names.setdefault(key, _numbered(name, index, len(keys)))
-    dims = _input_dims(graph)
+    dims = input_dims(graph)
     sites = {key: InnerValue(name, tuple(fake(key).shape), tuple(dims.get(key, ()))) for key, name in names.items()}
     return InnerValues({name: tuple(sites[key] for key in keys) for name, keys in crossing.items()})
 
@@ -88,7 +88,7 @@ def _modules_of(node: fx.Node) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def _input_dims(graph: fx.Graph) -> dict[ValueKey, list[DimOfInput]]:
+def input_dims(graph: fx.Graph) -> dict[ValueKey, list[DimOfInput]]:
     """Return the dims of inputs that each value has."""
     follower, dims = Follower(graph), dict[ValueKey, list[DimOfInput]]()
     inputs = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
