@@ -250,6 +250,21 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     c.replace(node, total)
 
 
+def _read_by_modules(node: fx.Node) -> bool:
+    """Return whether a value goes into other modules of the model than those around it."""
+    module, seen, pending = noted(node).origin.module, set[fx.Node](), [*node.users]
+    while pending:
+        user = pending.pop()
+        if user in seen or user.op != "call_function":
+            continue
+        seen.add(user)
+        other = noted(user).origin.module
+        if not noted(user).in_loss and other and not f"{module}.".startswith(f"{other}."):
+            return True
+        pending += user.users
+    return False
+
+
 @rewrites(aten.gather.default)
 def _log_probabilities(c: Canonicalizer, node: Any) -> None:
     """Write the log probability of one class of each row, ``log_softmax(x, -1).gather(-1, i)``, as a token loss, which
@@ -257,6 +272,8 @@ def _log_probabilities(c: Canonicalizer, node: Any) -> None:
     below, dim, index = node.args[:3]
     shape = shape_of(node)
     if below.target is not aten.log_softmax.int or len(below.users) > 1 or shape[-1:] != (1,):
+        return
+    if _read_by_modules(node):  # it is no loss, and may be rounded
         return
     logits: Any = below.args[0]
     last = [at % len(shape) for at in (dim, below.args[1])] == [len(shape) - 1] * 2

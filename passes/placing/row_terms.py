@@ -29,11 +29,16 @@ RowOperators = Mapping[fx.Node, list[fx.Node]]
 
 
 def rows_of_logits(graph: fx.Graph) -> RowOperators:
-    """Return the operators on rows of the same logits, in order: those of the loss, and of the model itself where no
-    submodule computes it. Logits of which there are token losses alone are left out."""
+    """Return the operators on rows of the same logits, in order: those of the loss, and of the model itself behind all
+    of its submodules. Logits of which there are token losses alone are left out."""
     groups: dict[fx.Node, list[fx.Node]] = {}
+    inside: set[fx.Node] = set()  # nodes of submodules, and all that these read
+    for node in reversed(graph.nodes):
+        of_module = node.op == "call_function" and noted(node).origin.module and not noted(node).in_loss
+        if of_module or not inside.isdisjoint(node.users):
+            inside.add(node)
     for node in graph.nodes:
-        if node.op == "call_function" and _is_of_rows(node) and (noted(node).in_loss or not noted(node).origin.module):
+        if node.op == "call_function" and _is_of_rows(node) and node not in inside:
             groups.setdefault(_root(_logits_of(node)), []).append(node)
     return {
         root: nodes for root, nodes in groups.items() if any(facts(node.target).of_rows != "loss" for node in nodes)
