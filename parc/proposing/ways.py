@@ -24,7 +24,7 @@ from parc.compiler.ops.rules import facts
 from parc.compiler.ops.splits import from_factor, to_factor
 from parc.compiler.program.binding import BUFFERS
 from parc.passes.calls import ValueKey, call_of, computes, fake, key_of, operands_of, tensors_of
-from parc.passes.placing.partition import EXPANSIONS, Partition
+from parc.passes.placing.partition import Partition
 from parc.passes.placing.propagate import Placed
 
 _HALVES = 2
@@ -85,7 +85,7 @@ class Prices:
             return price
         work, shape = row.flops(call_of(node)), tuple(result.shape) or (1,)
         dtype = str(result.dtype).removeprefix("torch.")
-        whole = product_seconds(self.links.cluster, dtype, (1, math.prod(shape[:-1]), shape[-1]), work)
+        whole: float = product_seconds(self.links.cluster, dtype, (1, math.prod(shape[:-1]), shape[-1]), work)
         return price + (1 + _HALVES) * whole * (1 - 1 / self.ranks)
 
 
@@ -229,7 +229,7 @@ class Ways:
         for part in self.parts[node]:
             wants = tuple(self._type(rule, dims, part, kind) for dims, kind in zip(rule.operands, read, strict=True))
             gives = tuple(self._type(rule, dims, part, "P") for dims in rule.results)
-            if node.target in EXPANSIONS and "P" in gives:  # sums and peaks of its rows are exchanged, no more
+            if facts(node.target).reduces == "exponentials" and "P" in gives:  # sums and peaks of its rows are exchanged, no more
                 size = self._bytes(results[0])
                 sent = self.prices.message("all_reduce", 2 * size) + self.prices.message("row_max", size)
                 ways.append(Way(wants, _all("I", results), sent * self.microbatches, divided=True))
