@@ -37,6 +37,10 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("schedule", schedule_words(report)))
     for entry in report["numerics"]:
         saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
+        if entry["class"] == "delayed":
+            text = "gradients of a step are those at the weights before the last update"
+            rows.append(("algorithm", f"{text} ({entry['directive']}, line {entry['line']})"))
+            continue
         rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
     if sent := report["sent_whole"]:
         names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}, {size_text(sum(sent.values()))}"

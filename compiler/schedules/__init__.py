@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..program.actions import Action, StageRanks, stage_ranks, whole_step
+from .asynchronous import asynchronous
 from .gpipe import gpipe
 from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
@@ -34,12 +35,15 @@ SCHEDULES: Mapping[str, ScheduleFunction] = {
     "v-half": v_half,
     "v-min": v_min,
     "dualpipev": dualpipev,
+    "async": asynchronous,
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
-ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2", "async")
 """The schedules with one stage on each rank."""
 V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
 """The schedules that go down the ranks and come back up: two stages on each rank."""
+DELAYED = ("async",)
+"""The schedules whose steps compute with the weights before the last update."""
 SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
 """The schedules with several stages on each rank, and those that they are with one."""
 MOST_WORK = 1_000_000

@@ -28,7 +28,7 @@ from ..machine.registry import Kernel, KernelContext
 from ..ranks.gather import held, owners_of, piece_place, whole_tensor
 from ..ranks.work import RankState, StepResult
 from ..session.evaluation import returned_types, without_padding
-from ..state.optimizer import make_optimizer, rate, update
+from ..state.optimizer import make_optimizer, rate, read_by_steps, update
 from ..state.step_state import first_state
 from ..step import Stepper
 from .agreement import DRAWS, TOLERANCE, Agreement, joined, stacked
@@ -173,7 +173,7 @@ class Simulation:
         local = self.local_batches(batches)
 
         def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
-            states = [with_host_values(self.states[rank], self.on_host) for rank in ranks]
+            states = [with_host_values(self.read(rank), self.on_host) for rank in ranks]
             return do(stepper, states, [local[rank] for rank in ranks], step)
 
         jobs = [
@@ -183,6 +183,11 @@ class Simulation:
         by_rank = {rank: result for backend, results in zip(self.backends, by_role, strict=True)
                    for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
         return [by_rank[rank] for rank in range(self.case.mesh.world)]
+
+    def read(self, rank: int) -> RankState:
+        """Return the state of a rank with the weights that its next step computes with."""
+        state = self.states[rank]
+        return replace(state, parameters=read_by_steps(self.optimizers[rank], self.case.optimizer, state.parameters))
 
     def whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         """Return a parameter or its gradient, put together from the pieces of ``ranks`` by name."""
@@ -209,9 +214,11 @@ class Simulation:
         step, where batch statistics of few elements may amplify them without bound."""
         with torch.no_grad():
             for rank, state in enumerate(self.states):
+                read = self.read(rank).parameters
                 for name, parameter in state.parameters.items():
-                    whole = grow(reference.parameters[name], self.case.pads.get(name, ()))
-                    parameter.copy_(self.part(whole, self.types[name], rank))
+                    for piece, of_reference in ((read[name], reference.read), (parameter, reference.parameters)):
+                        whole = grow(of_reference[name], self.case.pads.get(name, ()))
+                        piece.copy_(self.part(whole, self.types[name], rank))
                 for name, pieces, type_ in self.buffers():
                     if rank in pieces:
                         state.buffers[name] = self.part(reference.buffers[name], type_, rank).clone()

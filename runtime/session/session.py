@@ -21,7 +21,7 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import grow
 from ...compiler.program.actions import Action
 from ...compiler.program.binding import BUFFERS
-from ...compiler.program.optimizers import AVERAGE
+from ...compiler.program.optimizers import AVERAGE, BESIDE
 from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
@@ -47,7 +47,7 @@ from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
 from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, task_of
-from ..state.optimizer import check_rates, rate, update
+from ..state.optimizer import check_rates, rate, read_by_steps, update
 from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
 from ..step import Stepper
@@ -206,8 +206,9 @@ class Session:
             if not wrong and not _same_values(piece.cpu(), wanted):
                 wrong = name
             piece.copy_(value)
-            if (average := self.optimizer.state.get(piece, {}).get(AVERAGE)) is not None:
-                average.copy_(value)  # where state is allocated before the first step
+            for slot, beside in self.optimizer.state.get(piece, {}).items():
+                if slot in BESIDE:
+                    beside.copy_(value)  # where state is allocated before the first step
         return wrong
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -230,13 +231,20 @@ class Session:
         """
         self._check_trains()
         self._begun = clock()
-        begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
+        begun = self._batches.begin("session.step", batch, local, self._read(), self.step_number, self.last_step)
         return self._finished(begun)
+
+    def _read(self) -> RankState:
+        """Return the state with the weights that the next step computes with."""
+        if not self.build.trains:
+            return self.state
+        line = self.build.manifest["optimizer"]
+        return replace(self.state, parameters=read_by_steps(self.optimizer, line, self.state.parameters))
 
     def run_step(self, batch: Batch) -> StepResult:
         """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
         forward alone."""
-        begun = self._batches.begin("session.step", batch, None, self.state, self.step_number, self.last_step)
+        begun = self._batches.begin("session.step", batch, None, self._read(), self.step_number, self.last_step)
         return self._finished(begun)
 
     def _finished(self, begun: Begun) -> StepResult:
@@ -418,12 +426,13 @@ class Session:
         """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
         _, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
-        bad = bad_tensor(self.state.parameters, "parameter", self.rank)
+        state = self._read()
+        bad = bad_tensor(state.parameters, "parameter", self.rank)
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             bad = bad or bad_tensor(floats, "input", self.rank)
         watcher = Watcher(self.rank, lambda: self.repeating)
-        self.repeated(replace(self.state), watcher.watch)
+        self.repeated(state, watcher.watch)
         return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state

@@ -20,7 +20,7 @@ Timelines = Mapping[str, Sequence[Action]]
 Sizes = tuple[str, int, int, int]
 
 
-WHOLE = ("gpipe", "1f1b", "interleaved", "looped")
+WHOLE = ("gpipe", "1f1b", "async", "interleaved", "looped")
 """The schedules whose backwards are in one piece."""
 LIMITS = pytest.mark.parametrize("limits", [(5, 10), wide((8, 16))])
 """Most ranks and microbatches."""
@@ -51,7 +51,7 @@ def work_of(actions: Sequence[Action]) -> list[Action]:
 def test_sizes_are_accepted_that_the_schedules_are_published_for(limits: tuple[int, int]) -> None:
     one_rank = [(p, m, v) for p, m, v in sizes(limits) if p > 1 or v == 1]
     expected = {("gpipe", p, m, v) for p, m, v in one_rank if v == 1}
-    expected |= {("1f1b", p, m, v) for p, m, v in one_rank if v == 1 and m >= p}
+    expected |= {(name, p, m, v) for name in ("1f1b", "async") for p, m, v in one_rank if v == 1 and m >= p}
     expected |= {("interleaved", p, m, v) for p, m, v in one_rank if v > 1 and m % p == 0}
     expected |= {("looped", p, m, v) for p, m, v in one_rank}
     expected |= {(f"zb-h{laps}", p, m, v) for laps in (1, 2) for p, m, v in one_rank if v == 1 and m >= laps * p}
@@ -86,7 +86,7 @@ def test_ranks_are_idle_as_published_to_the_slot(forward: int, backward: int, li
 def test_ranks_hold_as_many_microbatches_as_published(limits: tuple[int, int]) -> None:
     for (name, p, m, v), made in accepted(limits).items():
         live = [peak_live(actions) for actions in made.values()]
-        if name == "1f1b":
+        if name in ("1f1b", "async"):
             assert live == [min(m, p - rank) for rank in range(p)]
         elif name == "interleaved":
             assert live[0] == min(p * v + p - 1, m * v)  # p(1 + (p - 1) / (pv)) microbatches of v chunks

@@ -1,0 +1,141 @@
+"""Asynchronous pipelines: every step computes with the weights before the last update, on simulated and on real
+ranks, as a loop of plain torch does that holds a ring of weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parc
+from parc.checking.checks import case_of
+from parc.grammar.codes import SCHEDULE_MISFIT
+from parc.grammar.diagnostics import PlanError
+from parc.runtime.compare.simulate import Simulation
+from tests.checked_plans import compiled
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import DATA, EXAMPLES, PLAN, batch, build
+
+LAYERS = 4
+
+
+def staged(ranks: int, microbatches: int, more: str = "", dp: int = 1) -> str:
+    """Return a plan of stages of one layer or two, on ranks that split the batch too."""
+    plan = PLAN.replace("layers=2", f"layers={LAYERS}").replace("dropout=0.1", "dropout=0.0")
+    plan = plan.replace("microbatches 2", f"async microbatches {microbatches}").replace("steps     3", "steps     40")
+    cuts = "before " + ", ".join(f"blocks.{at}" for at in range(1, ranks))
+    return plan + DATA.replace("dp=2", f"dp={dp}, pp={ranks}") + f"stage {cuts} over pp\n{more}"
+
+
+def ring(weights: dict[str, torch.Tensor], steps: int, seed: int = 0) -> tuple[list[float], nn.Module]:
+    """Train the plain model in float64 for some steps: the gradients of a step are those at the weights before the last
+    update, and it updates the newest. Return the losses, and the model with the newest weights."""
+    make = run_path(str(EXAMPLES / "gpt.py"))["GPT"]
+    newest, read = (make(layers=LAYERS, width=16, heads=2, vocab=256, length=8, dropout=0.0).double() for _ in range(2))
+    newest.load_state_dict({name: value.double() for name, value in weights.items()}, strict=False)
+    versions = deque([{name: value.clone() for name, value in newest.state_dict().items()}] * 2, maxlen=2)
+    optimizer = torch.optim.AdamW(newest.parameters(), 1e-2, eps=1e-5, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        whole = batch(step, seed)
+        read.load_state_dict(versions[0])
+        read.zero_grad()
+        loss = F.cross_entropy(read(whole["tokens"]).flatten(0, 1), whole["targets"].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(read.parameters(), 1.0)
+        for parameter, other in zip(newest.parameters(), read.parameters(), strict=True):
+            parameter.grad = other.grad
+        optimizer.step()
+        versions.append({name: value.clone() for name, value in newest.state_dict().items()})
+        losses.append(float(loss.detach()))
+    return losses, newest
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp", "more"),
+    [(2, 1, ""), (3, 1, ""), (4, 1, ""), (2, 2, "zero 1 over dp\n"), (2, 2, "zero 3 over dp\n")],
+    ids=["2 ranks", "3 ranks", "4 ranks", "zero 1", "zero 3"],
+)  # fmt: skip
+def test_twenty_steps_of_simulated_ranks_are_those_of_a_ring_of_weights(ranks: int, dp: int, more: str) -> None:
+    case = case_of(compiled(staged(ranks, 4, more, dp)))
+    simulation = Simulation(case)
+    losses, plain = ring({**case.parameters, **case.buffers}, 20)
+    for step, expected in enumerate(losses):
+        whole = batch(step)
+        parts = [{name: value.chunk(4)[part] for name, value in whole.items()} for part in range(4)]
+        for loss in simulation.step(parts, step)[0]:
+            assert abs(float(loss) - expected) <= 1e-10
+    wanted = plain.state_dict()
+    for name, value in simulation.parameters():
+        torch.testing.assert_close(value, wanted[name].reshape(value.shape), rtol=0, atol=1e-10)
+
+
+def trained(folder: str, steps: int, saved: str, restored: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
+    with parc.load(folder) as session:
+        if restored:
+            session.restore(restored)
+        losses = [session.step(batch(step)).loss for step in range(session.step_number, steps)]
+        session.save(saved)
+        return losses, session.state_dict()
+
+
+def test_ranks_that_go_on_from_a_checkpoint_are_those_that_never_stopped_to_the_bit(tmp_path: Path) -> None:
+    folder = str(build(tmp_path, "", staged(2, 4)))
+    at = [str(tmp_path / name) for name in ("whole", "half", "rest")]
+    whole = run_ranks(trained, 2, folder, 6, at[0])[0]
+    half = run_ranks(trained, 2, folder, 3, at[1])[0]
+    rest = run_ranks(trained, 2, folder, 6, at[2], at[1])[0]
+    assert half[0] + rest[0] == whole[0]
+    assert all(torch.equal(value, rest[1][name]) for name, value in whole[1].items())
+    plain = parc.reference(folder)
+    losses = [plain.step(batch(step)).loss for step in range(6)]
+    torch.testing.assert_close(whole[0], losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole[1], dict(plain.module.state_dict()), rtol=1e-3, atol=2e-5)
+    exact, _ = ring(parc.reference(folder).module.state_dict(), 6)
+    torch.testing.assert_close(losses, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("precision fp16 loss_scale dynamic\n", "before it is known whether the one before it is skipped"),
+        ('offload optimizer to "files"\n', "files have room for those of one"),
+    ],
+    ids=["a dynamic loss scale", "offload"],
+)
+def test_what_a_step_cannot_have_that_begins_before_the_last_one_ends_is_refused(more: str, why: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        compiled(staged(2, 4, more))
+    (found,) = caught.value.diagnostics
+    assert found.code == SCHEDULE_MISFIT and why in found.message and found.help and "1f1b" in found.help
+    assert found.primary is not None and found.primary.span.text in more
+
+
+def test_a_model_whose_steps_change_buffers_is_refused(tmp_path: Path) -> None:
+    net = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.b(self.norm(self.a(x))).mean()
+"""
+    (tmp_path / "net.py").write_text(net)
+    text = f"""
+model "{tmp_path}/net.py:Net"
+input x float32 [B, 8]
+sizes B=8
+loss output
+optimizer sgd lr 0.1
+mesh pp=2
+stage before b over pp
+schedule async microbatches 2
+"""
+    with pytest.raises(PlanError, match="steps change the buffer"):
+        compiled(text, tmp_path)
