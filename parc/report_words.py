@@ -187,6 +187,8 @@ def floor_words(timeline: Timeline, *, in_percent: bool) -> str:
     most, least = f"{idle:g} of {timeline.makespan:g}", f"{floor:g}"
     if in_percent:
         most, least = (f"{100 * time / timeline.makespan:.0f}%" for time in (idle, floor))
+    if timeline.overlaps:
+        return f"ranks are idle for up to {most}; each begins the next step before it ends one, so there is no floor"
     formula = {"split": "(p - 1)F, as no backward is whole", "whole": "(p - 1)(F + B), as backwards are whole",
                "mixed": "(p - 1)(F + B) with whole backwards, and some are split here"}[timeline.phases]  # fmt: skip
     return f"ranks are idle for up to {most}; the floor of a synchronous step is {least}, {formula}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from ..program.actions import Action, StageRanks, stage_ranks, whole_step
+from ..program.actions import Action, StageRanks, one_step, stage_ranks, whole_step
 from .asynchronous import asynchronous
 from .gpipe import gpipe
 from .interleaved import interleaved, interleaved_zb
@@ -77,8 +77,9 @@ def timelines(
     ranks = stage_ranks(work)
     first = {rank: stage for stage, rank in reversed([*enumerate(ranks)])}
     work = split_last(work, ranks) if as_run else work
+    ahead = any(action.ahead for actions in work for action in actions)
     return {
-        f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
+        f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also, ahead)
         for rank, actions in enumerate(add_messages(work))
     }
 
@@ -122,7 +123,7 @@ def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, 
     """
     work = _schedule_work(name, stages, microbatches, chunks, text)
     kinds: list[dict[str, None]] = [{} for _ in range(stages)]
-    for action in (action for actions in split_last(work, stage_ranks(work)) for action in actions):
+    for action in (action for actions in split_last(work, stage_ranks(work)) for action in one_step(actions)):
         kinds[action.stage].pop(action.kind, None)
         kinds[action.stage][action.kind] = None
     return tuple(map(tuple, kinds))

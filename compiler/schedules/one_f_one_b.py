@@ -8,7 +8,7 @@ from itertools import chain
 from ..program.actions import Action
 
 
-def one_f_one_b(stages: int, microbatches: int, chunks: int = 1, name: str = "1f1b") -> tuple[tuple[Action, ...], ...]:
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Return the work of each rank. Each of p ranks is idle for (p - 1)(F + B), as in GPipe; rank r holds min(m, p - r)
     of m microbatches.
 
@@ -26,7 +26,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1, name: str = "1f
     """
     if microbatches < stages:
         raise ValueError(
-            f"`{name}` on {stages} ranks wants at least {stages} microbatches, not {microbatches}: write"
+            f"`1f1b` on {stages} ranks wants at least {stages} microbatches, not {microbatches}: write"
             f" `microbatches {stages}` or more, or choose `gpipe`, which takes any number"
         )
     timelines = []

@@ -20,7 +20,7 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.ops.recompute import RecomputeLine
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import Action, accumulation
+from parc.compiler.program.actions import Action, accumulation, one_step
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
@@ -341,6 +341,8 @@ def _built(
     if errors:
         raise PlanError(errors)
     actions = _role_timelines(plan, built.programs, request.pipeline, folder)
+    if request.purpose != "training":
+        actions = {role: one_step(every) for role, every in actions.items()}
     timelines = {role: tuple(action for action in actions[role] if action.serves(request.purpose)) for role in actions}
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)

@@ -144,20 +144,34 @@ def update(
             parameters[name].grad = _as_stored(gradients.get(name), parameters[name])
         changed = [parameters[name] for name in names if name in gradients]
         # torch makes the rest of a parameter's state only where there is none
-        begun = [(optimizer.state[value], slot, value.clone()) for slot in BESIDE if slot in line for value in changed
-                 if slot not in optimizer.state[value]]  # fmt: skip
+        averaged = changed if average is not None else []
+        begun = [(value, value.clone()) for value in averaged if AVERAGE not in optimizer.state[value]]
         with _beside(optimizer, [parameters[name] for name in names]):
-            for value in changed:
-                if (before := optimizer.state[value].get(PREVIOUS)) is not None:
-                    before.copy_(value)
+            aside = _laid_aside(optimizer, changed) if PREVIOUS in line else []
             optimizer.step()
-            for state, slot, first in begun:
-                state[slot] = first
+            for value, first in begun:
+                optimizer.state[value][AVERAGE] = first
+            for value, before in aside:
+                optimizer.state[value][PREVIOUS] = before
             if average is not None and changed and not step % average["every"]:
                 averages = [optimizer.state[value][AVERAGE] for value in changed]
                 torch._foreach_lerp_(averages, changed, 1 - average["decay"])
         for name in names:
             parameters[name].grad = None
+
+
+def _laid_aside(
+    optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return weights with what they are before an update. That stays in its place in memory, because the next step has
+    begun with it and may hold views of it; the update writes where the weights before it were."""
+    pairs = []
+    for value in values:
+        before = optimizer.state[value].get(PREVIOUS)
+        before = value.clone() if before is None else before.copy_(value)
+        before.data, value.data = value.data, before.data
+        pairs.append((value, before))
+    return pairs
 
 
 def read_by_steps(

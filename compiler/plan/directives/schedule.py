@@ -60,13 +60,14 @@ class Schedule(Directive):
     a third. `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
     stages).
 
-    `async` (PipeDream-2BW) changes the algorithm: ranks do not drain between steps, so hardly any time is idle, and a
-    step computes its gradients with the weights before the last update: W(t+1) = W(t) - update of the gradients at
-    W(t-1), with W(-1) = W(0). Forward and backward of a batch read the same weights. Accumulation, clipping by the norm
-    of that batch, momentum and the learning rate of the step are those of any schedule. Each rank keeps both weights,
-    and so do checkpoints; evaluation, exports and `state_dict` take the newest ones. There must be at least as many
-    microbatches as ranks. Training needs a lower learning rate, or more steps, than with other schedules: see
-    [limits](limits.md).
+    `async` (PipeDream-2BW) changes the algorithm. A rank begins the next step before it ends this one, so a step makes
+    its gradients with the weights before the last update: W(t+1) is W(t), updated by the gradients at W(t-1), and W(-1)
+    is W(0). With p ranks of equal work and 2p - 2 microbatches or more no rank is ever idle; rank r then holds 2(p - r)
+    - 1 microbatches. There must be at least as many microbatches as ranks. Losses, clipping, averages and rates are
+    those of a step's own batch. Checkpoints hold both weights; evaluation and exports take the newest. Steps overlap on
+    the plan's own `data`; a loop that passes batches gives the next one too (`session.step(batch, coming=after)`), or
+    its steps follow each other, with the same numbers. `async` refuses a dynamic loss scale, `offload`, and models
+    whose steps change buffers.
 
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
     with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
