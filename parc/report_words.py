@@ -78,7 +78,7 @@ def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
         less = f", {size_text(least)} where {library} multiplies float32" if library else ""
         away = ", ".join(f"{word} {size_text(size)}" for word, size in entry["offloaded"].items())
-        kind = entry["moment"]["action"].strip("0123456789")
+        kind = entry["moment"]["action"].strip("0123456789+")
         peak = f"peak {size_text(entry['peak_bytes'])} a rank (at that moment, in {kind}: {held}){less}"
         alike.setdefault((peak, most_text(entry), away and f"beside it {away}"), []).append(entry["role"])
     for (text, *others), roles in alike.items():
