@@ -59,7 +59,7 @@ PEERS = {"1f1b": "torch 1F1B", "zbv": "torch ZBV"}
 """The schedules that are measured beside torch's own, and the names of these."""
 VARIANTS = {"": "", "recompute": "recompute model.layers.*\n", "--compile": ""}
 """The ways to run schedules beside each other, and the line that each adds to the plan."""
-SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half")
+SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half", "async")
 
 
 def build_of(schedule: str, lines: str = "") -> Path:
@@ -161,14 +161,14 @@ def torch_side(timed: Timed, build: Path) -> dict[str, Any]:
 def side_of_variant(timed: Timed, build: Path, compile_: bool) -> list[float]:
     """Return the seconds of parc's steps."""
     session = parc.load(build, compile=compile_)
-    return timed(lambda: session.step(BATCH))
+    return timed(lambda: session.step(BATCH, coming=BATCH))
 
 
 def parc_peak(build: Path) -> int:
     """Return the most bytes of tensors on this rank in a step of parc."""
     storages = Storages()
     with storages, parc.load(build) as session:
-        return storages.peak_of(lambda: session.step(BATCH))
+        return storages.peak_of(lambda: session.step(BATCH, coming=BATCH))
 
 
 def torch_peak(build: Path) -> int:
@@ -258,7 +258,7 @@ PUBLISHED: Mapping[str, tuple[int, tuple[int, ...], int]] = {
     "gpipe": (1, (9, 36, 36, 15), 16), "1f1b": (1, (9, 36, 36, 15), 4), "zb-h1": (1, (3, 18, 24, 9), 4),
     "zb-h2": (1, (3, 12, 18, 6), 7), "interleaved": (2, (9, 36, 36, 15), 11), "interleaved-zb": (2, (3, 18, 24, 9), 8),
     "zbv": (2, (3, 15, 24, 6), 8), "dualpipev": (2, (3, 18, 26, 9), 9), "v-half": (2, (5, 34, 72, 15), 6),
-    "v-min": (2, (11, 141, 238, 53), 4),
+    "v-min": (2, (11, 141, 238, 53), 4), "async": (1, (0, 0, 0, 0), 7),
 }  # fmt: skip
 """The stages of a rank, and what is published for 4 ranks and 16 microbatches: the idle time of the slowest rank at
 each of the costs, and the most microbatches of one stage that a rank holds. Those of V shapes are simulated from the

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from .schedule import WORK, Action, read_schedule
+from .schedule import WORK, Action, of_one_step, read_schedule
 from .text import Program, Refused, read_program
 
 EVALUATION = "evaluation/"
@@ -75,7 +75,7 @@ class Build:
 
     def work_of(self, stage: int) -> list[str]:
         """Return the kinds of work that a stage does, the last of the step last."""
-        done = [action.kind for actions in self.roles.values() for action in actions
+        done = [action.kind for actions in self.roles.values() for action in of_one_step(actions)
                 if action.stage == stage and action.kind in WORK]  # fmt: skip
         return [*dict.fromkeys(reversed(done))][::-1]
 

@@ -16,22 +16,30 @@ _EACH = ("COUNT", *WORK)
 """The kinds that are done for every microbatch."""
 _BACK = ("B", "I")
 """The work whose results go to the stage before: a whole backward, or the first of its two phases, I and W."""
-_ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})")
+_ACTION = re.compile(r"(\d{1,6})([A-Z_]+?)(\d{0,6})(\+?)")
 
 
 class Action(NamedTuple):
-    """An action of a stage, and its microbatch: ``0F2``, ``1RECV_F2``, ``0REDUCE``."""
+    """An action of a stage, and its microbatch: ``0F2``, ``1RECV_F2``, ``0REDUCE``. One of the next step, which a role
+    does before it ends this one, has a ``+``: ``0F2+``."""
 
     stage: int
     kind: str
     microbatch: int = 0
+    ahead: bool = False
 
     def __str__(self) -> str:
         work = self.kind in _EACH or self.kind.startswith(("SEND_", "RECV_"))
-        return f"{self.stage}{self.kind}{self.microbatch if work else ''}"
+        return f"{self.stage}{self.kind}{self.microbatch if work else ''}{'+' * self.ahead}"
 
 
 Roles = Mapping[str, Sequence[Action]]
+
+
+def of_one_step(actions: Sequence[Action]) -> list[Action]:
+    """Return what a role does of one step, in order: what it does beside the step before comes first."""
+    ahead = [action._replace(ahead=False) for action in actions if action.ahead]
+    return ahead + [action for action in actions if not action.ahead]
 
 
 def read_schedule(text: str) -> dict[str, list[Action]]:
@@ -49,7 +57,7 @@ def read_schedule(text: str) -> dict[str, list[Action]]:
         for word in actions.split(" "):
             if (match := _ACTION.fullmatch(word)) is None:
                 raise Refused(f"schedule.txt:{at}: `{word[:40]}` is no action")
-            roles[role].append(Action(int(match[1]), match[2], int(match[3] or 0)))
+            roles[role].append(Action(int(match[1]), match[2], int(match[3] or 0), bool(match[4])))
     return roles
 
 
@@ -72,12 +80,13 @@ def stages_of(roles: Roles) -> dict[int, str]:
 
 
 def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]]) -> None:
-    """Refuse timelines that leave out a piece of work, do one twice or too early, or stand still. ``kinds`` has the
-    kinds of programs that each role runs.
+    """Refuse timelines that leave out a piece of work, do one twice or too early, or stand still, in one step or where
+    a role does actions of the next one beside it. ``kinds`` has the kinds of programs that each role runs.
 
     Raises:
         Refused: with the role and the action.
     """
+    overlapping, roles = roles, {role: of_one_step(actions) for role, actions in roles.items()}
     stages = stages_of(roles)
     split = {(a.stage, a.microbatch) for actions in roles.values() for a in actions if a.kind in ("I", "W")}
     for role, actions in roles.items():
@@ -95,6 +104,29 @@ def check_schedule(roles: Roles, microbatches: int, kinds: Mapping[str, set[str]
             done.add(action)
         if missing := sorted(expected - done):
             raise Refused(f"schedule.txt: {role} does not do `{missing[0]}`")
+    _run(roles, stages)
+    _check_overlap(overlapping, stages)
+
+
+def _check_overlap(roles: Roles, stages: Mapping[int, str]) -> None:
+    """Refuse actions of the next step behind what ends this one, which would read other weights, and last backwards
+    that are not of their own step. What is ahead, the rest, and both together come to an end.
+
+    Raises:
+        Refused: with the role and the action.
+    """
+    if not any(action.ahead for actions in roles.values() for action in actions):
+        return
+    for role, actions in roles.items():
+        kinds = [action.kind for action in actions]
+        ends = min(map(kinds.index, {*AFTER}.intersection(kinds)), default=len(kinds))
+        if late := [action for action in actions[ends:] if action.ahead]:
+            raise Refused(f"schedule.txt: {role} does `{late[0]}` of the next step behind `{actions[ends]}`")
+        for stage in (stage for stage, owner in stages.items() if owner == role):
+            if not any(a.stage == stage and a.kind in ("B", "W") and not a.ahead for a in actions):
+                raise Refused(f"schedule.txt: {role} does no backward of stage {stage} in the step that it ends")
+    for ahead in (True, False):
+        _run({role: [a for a in actions if a.ahead == ahead] for role, actions in roles.items()}, stages)
     _run(roles, stages)
 
 
@@ -131,7 +163,7 @@ def _with_messages(
 
 def _needs(action: Action, expected: set[Action], ahead: list[Action], stages: Mapping[int, str]) -> Iterator[Action]:
     """Yield what a role does before an action, among all that it does; ``ahead`` is what comes before all work."""
-    stage, kind, at = action
+    stage, kind, at, _ = action
     before: list[Action] = []
     if kind == "W":
         before = [*ahead, Action(stage, "I", at)]
@@ -168,7 +200,7 @@ def _run(roles: Roles, stages: Mapping[int, str]) -> None:
         if way == "SEND":
             if wires[role, peer] is not None:
                 return False
-            wires[role, peer] = Action(action.stage + to, f"RECV_{work}", action.microbatch)
+            wires[role, peer] = action._replace(stage=action.stage + to, kind=f"RECV_{work}")
             return True
         if wires[peer, role] != action:
             return False

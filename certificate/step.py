@@ -114,6 +114,9 @@ class Step:
             if program.mesh != self.mesh:
                 raise Refused(f"{program.file}: has another mesh than other programs")
         check_schedule(build.roles, self.microbatches, {role: build.kinds(role) for role in build.roles})
+        overlaps = any(action.ahead for actions in build.roles.values() for action in actions)
+        if overlaps and not build.manifest.get("optimizer", {}).get("previous"):
+            raise Refused("schedule.txt: a step begins before the last update, and manifest.json says that it reads it")
         self.stages = stages_of(build.roles)
         roles = list(build.roles)
         self.axis = "" if len(roles) == 1 else roles[0].rstrip("0123456789")

@@ -149,7 +149,7 @@ def _moments(build: Build, plan: Plan) -> dict[str, int]:
 
 def states_of(build: Build, plan: Plan, role: Role) -> dict[str, dict[str, int]]:
     """Return the bytes of a rank's training state by parameter of its role, and kind."""
-    return states(role.programs, build.types, _moments(build, plan))
+    return states(role.programs, build.types, _moments(build, plan), role.overlaps)
 
 
 def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
     parameters = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}
     return {
         "role": role.name, "peak_bytes": memory.peak_bytes, **asdict(memory),
-        "state": state_bytes(role.programs, build.types, _moments(build, plan)),
+        "state": state_bytes(role.programs, build.types, _moments(build, plan), role.overlaps),
         "of": sum(_real_entries(build, name) for name in parameters & build.types.keys()),
         **({"peak_by_library": peaks} if max(peaks.values()) > (1 + _MOST_APART) * min(peaks.values()) else {}),
     }  # fmt: skip

@@ -37,6 +37,10 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("schedule", schedule_words(report)))
     for entry in report["numerics"]:
         saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
+        if entry["class"] == "delayed":
+            text = "gradients of a step are those at the weights before the last update"
+            rows.append(("algorithm", f"{text} ({entry['directive']}, line {entry['line']})"))
+            continue
         rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
     if sent := report["sent_whole"]:
         names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}, {size_text(sum(sent.values()))}"
@@ -74,7 +78,7 @@ def _memory_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         library, least = min(entry.get("peak_by_library", {"": 0}).items(), key=lambda pair: pair[1])
         less = f", {size_text(least)} where {library} multiplies float32" if library else ""
         away = ", ".join(f"{word} {size_text(size)}" for word, size in entry["offloaded"].items())
-        kind = entry["moment"]["action"].strip("0123456789")
+        kind = entry["moment"]["action"].strip("0123456789+")
         peak = f"peak {size_text(entry['peak_bytes'])} a rank (at that moment, in {kind}: {held}){less}"
         alike.setdefault((peak, most_text(entry), away and f"beside it {away}"), []).append(entry["role"])
     for (text, *others), roles in alike.items():
@@ -183,6 +187,8 @@ def floor_words(timeline: Timeline, *, in_percent: bool) -> str:
     most, least = f"{idle:g} of {timeline.makespan:g}", f"{floor:g}"
     if in_percent:
         most, least = (f"{100 * time / timeline.makespan:.0f}%" for time in (idle, floor))
+    if timeline.overlaps:
+        return f"ranks are idle for up to {most}; each begins the next step before it ends one, so there is no floor"
     formula = {"split": "(p - 1)F, as no backward is whole", "whole": "(p - 1)(F + B), as backwards are whole",
                "mixed": "(p - 1)(F + B) with whole backwards, and some are split here"}[timeline.phases]  # fmt: skip
     return f"ranks are idle for up to {most}; the floor of a synchronous step is {least}, {formula}"

@@ -27,6 +27,7 @@ from ..compiler.program.actions import (
     Action,
     direction_of,
     kinds_to,
+    one_step,
 )
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, Binding, Kind
 from ..compiler.program.program import Function, Program
@@ -175,10 +176,11 @@ class Stepper:
         options["axis"] = axis
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._messages = StageMessages(self.machines, backend, axis, self.actions)
-        self._last = {action.stage: action for action in self.actions if action.accumulates}
+        self._last = {action.stage: action for action in one_step(self.actions) if action.accumulates}
         """The last work of each stage that returns gradients: B or W of its last microbatch."""
         unshard = self.machines.get(UNSHARD)
-        self._shards = [ShardViews(unshard.program, at) for at in unshard.coordinates] if unshard is not None else []
+        inside = unshard is not None and not self.overlaps  # else steps have weights of their own
+        self._shards = [ShardViews(unshard.program, at) for at in unshard.coordinates] if unshard and inside else []
 
     @property
     def counts(self) -> tuple[Binding, ...]:
@@ -197,12 +199,15 @@ class Stepper:
         )
 
     def begin(
-        self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int, keep: bool = True
-    ) -> list[Work]:
+        self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int, keep: bool = True,
+        beside: bool = False,
+    ) -> list[Work]:  # fmt: skip
         """Begin the work of a step on ``batches[rank][microbatch]``, and count targets if COUNT has no communication.
-        ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is saved for backward."""
-        work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
-        self._walk([action for action in self.actions if action.kind == COUNTING and self.counts_apart], work, step)
+        ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is saved for backward. ``beside`` says that
+        the step before is still to be finished."""
+        work = [Work(state, parts, keep, step) for state, parts in zip(states, batches, strict=True)]
+        counting = (action for action in self.actions if action.kind == COUNTING and self.counts_apart)
+        self._walk([(action, work) for action in counting], step - beside)
         return work
 
     def share_counts(self, work: Work, rank: int, key: Binding, counts: Sequence[torch.Tensor]) -> None:
@@ -213,18 +218,30 @@ class Stepper:
         """Return loss and gradients of a step."""
         return self.finish(self.begin(states, batches, step), step)
 
-    def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
-        """Return loss and gradients of a step that was begun."""
-        self._walk([action for action in self._remaining(work) if action.kind != STEP], work, step)
+    @property
+    def overlaps(self) -> bool:
+        """True where some actions of a step may be done beside the step before it."""
+        return any(action.ahead for action in self.actions)
+
+    def finish(self, work: Sequence[Work], step: int, coming: Sequence[Work] = ()) -> list[StepResult]:
+        """Return loss and gradients of a step that was begun. Beside it do what may be done of the next one, on the
+        work that is ``coming``, with the weights that are the newest now."""
+        rows = [(action, work) for action in self.actions if action.ahead and not work[0].begun]
+        for action in self.actions:
+            if coming or not action.ahead:
+                rows.append((action, coming if action.ahead else work))
+        self._walk([row for row in rows if row[0].kind != STEP and not self._counted(*row)], step)
+        for w in coming:
+            w.begun = True
         return [
             StepResult(r.get(LOSS, _NO_LOSS), r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"),
                        named(r, "state"), w.returned)
             for w, r in ((w, w.results) for w in work)
         ]  # fmt: skip
 
-    def _remaining(self, work: Sequence[Work]) -> Iterator[Action]:
-        counted = any(COUNT in w.totals for w in work)
-        return (action for action in self.actions if not (counted and action.kind == COUNTING))
+    def _counted(self, action: Action, work: Sequence[Work]) -> bool:
+        """Return whether an action counts targets that are counted already."""
+        return action.kind == COUNTING and any(COUNT in w.totals for w in work)
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Return the loss alone; nothing is saved for backward."""
@@ -234,15 +251,17 @@ class Stepper:
         """Return the loss of a step that was begun, with ``returns`` also the tensors that the model returns."""
         for w in work:
             w.returns = returns
-        self._walk([action for action in self._remaining(work) if action.serves("evaluation")], work, step)
+        every = ((action, work) for action in one_step(self.actions) if action.serves("evaluation"))
+        self._walk([row for row in every if not self._counted(*row)], step)
         return [StepResult(w.results.get(LOSS, _NO_LOSS), None, {}, returned=w.returned) for w in work]
 
     @torch.no_grad()  # a batch may require gradients, but backward is in the programs
-    def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
+    def _walk(self, rows: Sequence[tuple[Action, Sequence[Work]]], step: int) -> None:
+        """Do actions in order, each on some work, in the step with this number or beside it."""
         self._messages.begin()
-        for index, action in enumerate(actions):
+        for index, (action, work) in enumerate(rows):
             self.current = action
-            for coming in actions[index : index + 1 + AHEAD]:
+            for coming, _ in rows[index : index + 1 + AHEAD]:
                 if (row := coming.message) is not None and not row.sends:
                     self._messages.post(coming)
             message = action.message
@@ -251,7 +270,7 @@ class Stepper:
                 handler = Stepper._send if message.sends else Stepper._receive
             try:
                 with self.recorded(str(action), "work" if message is None or message.sends else "wait", step):
-                    handler(self, action, step, work)
+                    handler(self, action, work[0].step, work)
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except (RuntimeError, IndexError) as error:
@@ -359,8 +378,8 @@ class Stepper:
             for shards, w in zip(self._shards, work, strict=True):
                 shards.point_into(key, w.totals[key], w.state.parameters)
 
-        arriving = work[0].arriving
-        for key in self._shards[0].weights:  # the last step's weights are freed one by one, as these arrive
+        arriving, inside = work[0].arriving, self._shards[0].weights if self._shards else ()
+        for key in inside:  # the last step's weights are freed one by one, as these arrive
             if key in arriving:
                 arriving[key] = partial(arrived, key, arriving[key])
             else:

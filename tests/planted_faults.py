@@ -69,6 +69,7 @@ PLANS = {
     "attention": _ATTENTION,
     "int8": _GPT + "mesh dp=4\nshard tokens, targets [B/dp, _]\ncompress gradients over dp using int8\n",
     "stages": _GPT + "mesh pp=2\nstage before blocks.1 over pp\nschedule 1f1b microbatches 4\n",
+    "async": _GPT + "mesh pp=2\nstage before blocks.1 over pp\nschedule async microbatches 4\n",
     "files": _GPT + 'offload optimizer to "offloaded"\n',
 }
 """The plans of which a fault is planted in the build and in the run: ``split``, or the one that a fault's row names."""

@@ -58,11 +58,12 @@ PHASES = {
     "1f1b, three stages": PIPELINE.format(layers=3, cuts="layers.1, layers.2", schedule="1f1b microbatches 4").replace(
         "pp=2", "pp=3"
     ),
+    "async, blocks": GPT + "schedule async microbatches 2\n",
     "zb-h1, blocks": GPT + "zero 2 over dp\nschedule zb-h1 microbatches 2\n",
     "zbv, blocks": GPT.replace("blocks.2", "blocks.1, blocks.2, blocks.3") + "schedule zbv microbatches 2\n",
 }
 """Builds with backwards in two phases: stages that do I and W, B, or both; sums that start in the last W; calls of
-halves; a V."""
+halves; a V; steps that overlap."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ _OTHER_PHASES = {
 def must_follow(first: Action, then: Action) -> bool:
     """Return whether an action precedes another of its role in every schedule; for two messages of one stage and kind,
     in every schedule that leaves the other side as it is."""
+    if first.ahead != then.ahead:  # of two steps
+        return first.ahead and then.kind in ("LOSS", "REDUCE", "STEP")
     same, kinds = (first.stage, first.microbatch) == (then.stage, then.microbatch), (first.kind, then.kind)
     messages = first.message is not None and then.message is not None and first.stage == then.stage
     messages = messages and first.kind.replace("I", "B") == then.kind.replace("I", "B")

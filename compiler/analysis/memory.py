@@ -9,7 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..layout.placement import TensorType
-from ..program.actions import ACTIONS, AHEAD, FORWARD, STEP, UNSHARD, Action, direction_of, kinds_to, send_kind
+from ..program.actions import (
+    ACTIONS,
+    AHEAD,
+    FORWARD,
+    STEP,
+    UNSHARD,
+    Action,
+    direction_of,
+    kinds_to,
+    one_step,
+    send_kind,
+)
 from ..program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from ..program.optimizers import update_bytes
 from ..program.plain import on_their_way
@@ -72,7 +83,8 @@ def estimate_memory(
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
     }
-    parameters = state_bytes(programs, resident["parameters"], moments)["parameters"]
+    overlaps = any(action.ahead for action in actions)
+    parameters = state_bytes(programs, resident["parameters"], moments, overlaps)["parameters"]
     optimizer = state_bytes(programs, resident["optimizer"], moments)["optimizer"]
     loaded = max(moments.values(), default=0) if {"optimizer", "parameters"} & {*offload} == {"optimizer"} else 0
     trained = {name: size for name, size in _stored_bytes(programs, stored).items() if name in moments}
@@ -81,11 +93,14 @@ def estimate_memory(
 
 
 def state_bytes(
-    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
-) -> dict[str, int]:
+    programs: Mapping[str, Program],
+    stored: Mapping[str, TensorType],
+    moments: Mapping[str, int],
+    overlaps: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """Return the bytes of a rank's training state by kind, summed over parameters; see ``states``."""
     sums = dict.fromkeys(STATE_KINDS, 0)
-    for sizes in states(programs, stored, moments).values():
+    for sizes in states(programs, stored, moments, overlaps).values():
         for kind, size in sizes.items():
             sums[kind] += size
     return sums
@@ -96,12 +111,15 @@ STATE_KINDS = ("parameters", "weights", "gradients", "optimizer")
 
 
 def states(
-    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
-) -> dict[str, dict[str, int]]:
+    programs: Mapping[str, Program],
+    stored: Mapping[str, TensorType],
+    moments: Mapping[str, int],
+    overlaps: bool = False,
+) -> dict[str, dict[str, int]]:  # fmt: skip
     """Return the bytes of a rank's training state by parameter and kind, offloaded or not: its share of the ``stored``
     parameters, but for those that lie in unsharded weights, these weights, the accumulated gradients, and ``moments``
-    optimizer tensors of each."""
-    gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
+    optimizer tensors of each. Where a step ``overlaps`` the next one, no parameter lies in the weights of either."""
+    gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs and not overlaps else {}
     inside = {name for name, _ in gathers.values()}
     sizes = _stored_bytes(programs, stored)
     weights, gradients = dict[str, int](), dict[str, int]()
@@ -136,23 +154,29 @@ class _StepMemory:
         self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, update: int,
         load: float, products: Products,
     ) -> None:  # fmt: skip
-        self.programs, self.actions, self.load = programs, actions, load
+        self.programs, self.load = programs, load
+        single = one_step(actions)
+        steps = 1 + any(action.ahead for action in actions)
+        self.actions = (*single[: sum(action.ahead for action in actions)], *actions)
+        """The actions of a step beside the one before it, and then all between two updates."""
+        self.last = {(action.stage, action.kind): action for action in single}
         self.parameters, self.optimizer, self.update = parameters, optimizer, update
-        microbatches = 1 + max((action.microbatch for action in actions), default=0)
-        self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
+        self.microbatches = 1 + max((action.microbatch for action in actions), default=0)
+        self.inputs = _bound_bytes(programs, *BUFFERS) + steps * self.microbatches * _bound_bytes(programs, "input")
         self.residuals = sum(
             local_bytes(value.type, program)
             for program in programs.values() for value in program.bound("state").values() if residual_of(value.binding)
         )  # fmt: skip
-        gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
+        gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs and steps == 1 else {}
         sizes = _returned_bytes(programs[UNSHARD]) if gathers else {}
         self.inside = {key: sizes[key] for key in gathers}
         """The bytes of weights in which parameters lie."""
         self.live = {key: Liveness(program, load, products) for key, program in programs.items()}
-        self.totals: dict[Binding, int] = {}
-        self.arriving: dict[Binding, int] = {}
-        """The bytes that are held beside each weight that is on its way: buffers of its message, and the last step's
-        weight, in which the parameter lies until then."""
+        self.sums: tuple[dict[Binding, int], dict[Binding, int]] = ({}, {})
+        """The bytes of what is kept for the rest of this step, and of the next one."""
+        self.arrivals: tuple[dict[Binding, int], dict[Binding, int]] = ({}, {})
+        """The bytes that are held beside each weight that is on its way, of this step and of the next one: buffers of
+        its message, and the last step's weight, in which the parameter lies until then."""
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
         self.held: dict[tuple[object, ...], int] = {}
         """The bytes that are kept between actions, beside accumulated gradients."""
@@ -161,13 +185,27 @@ class _StepMemory:
         self.running: Action | None = None
         self.stages = {action.stage for action in actions if action.works}
 
+    @property
+    def totals(self) -> dict[Binding, int]:
+        """The sums of the step of which the running action is."""
+        return self.sums[self.running is not None and self.running.ahead]
+
+    @property
+    def arriving(self) -> dict[Binding, int]:
+        """The arrivals of the step of which the running action is."""
+        return self.arrivals[self.running is not None and self.running.ahead]
+
+    def _number(self, action: Action) -> int:
+        """Return the number of an action's microbatch, counted on into the next step."""
+        return action.microbatch + self.microbatches * action.ahead
+
     def memory(self) -> Memory:
         """Follow the actions, and return the memory at the peak."""
         for index, action in enumerate(self.actions):
             for coming in self.actions[index : index + 1 + AHEAD]:
                 message = coming.message
                 if message is not None and not message.sends:
-                    self.held[direction_of(message.work), coming.stage, coming.microbatch] = self._received(coming)
+                    self.held[direction_of(message.work), coming.stage, self._number(coming)] = self._received(coming)
             self.running = action
             self._action(action)
         return replace(self.most, most=self.highs)
@@ -179,7 +217,7 @@ class _StepMemory:
         return sum(local_bytes(value.type, program, self.load) for value in program.main.bound("received").values())
 
     def _action(self, action: Action) -> None:
-        held, stage, m = self.held, action.stage, action.microbatch
+        held, stage, m = self.held, action.stage, self._number(action)
         key = action.program_in(self.programs)
         if action.message is not None and action.message.sends:
             self._note(Peak({}, {}))
@@ -218,7 +256,7 @@ class _StepMemory:
         """Note the memory while a program with this peak runs, and ``before`` bytes of weights of the last step, or
         ``update`` bytes of temporaries of an update."""
         shares = {
-            kind: sum(size for key, size in self.totals.items() if key.kind == kind)
+            kind: sum(size for sums in self.sums for key, size in sums.items() if key.kind == kind)
             for kind in ("weight", "gradient", "state")
         }
 
@@ -232,7 +270,7 @@ class _StepMemory:
                 residuals=self.residuals + shares["state"],
             )
 
-        arriving, activations = sum(self.arriving.values()), sum(self.held.values())
+        arriving, activations = sum(sum(each.values()) for each in self.arrivals), sum(self.held.values())
         for kind, size in memory(peak.highs or peak.shares).shares.items():
             self.highs[kind] = max(self.highs[kind], size)
         at_peak = memory(peak.shares)
@@ -250,12 +288,12 @@ class _StepMemory:
     def _main(self, action: Action, key: str) -> Function:
         """Return the main function that an action runs."""
         program = self.programs[key]
-        more = [other for other in self.actions if (other.stage, other.kind) == (action.stage, action.kind)]
-        return program.main if program.last is None or more[-1] != action else program.last
+        is_last = program.last is not None and self.last[action.stage, action.kind] == action
+        return program.last if program.last is not None and is_last else program.main
 
     def _keep(self, action: Action, main: Function, peak: Peak) -> None:
         """Keep a program's results for later actions, each storage once."""
-        key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
+        key, stage, m = action.program_in(self.programs), action.stage, self._number(action)
         root, left = self.live[key].root(main), dict(peak.kept)
         usual = dict(self.programs[key].main.returns)
         saved, sent, returned = dict[str, int](), 0, 0

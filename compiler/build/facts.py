@@ -17,6 +17,7 @@ from ..ops.rules import facts, registered, registered_row
 from ..padding.pads import pads_from
 from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, phases_of, work_kinds
 from ..program.binding import PARAMETERS
+from ..program.optimizers import PREVIOUS
 from ..program.program import Fault, Program, operator
 from ..program.roles import Role
 from ..program.step_values import residual_of
@@ -214,6 +215,9 @@ def _list_shape(values: Any) -> tuple[int, ...]:
 
 def _schedule_faults(manifest: Mapping[str, Any], roles: Mapping[str, Role]) -> Iterator[Fault]:
     microbatches, purpose = manifest["microbatches"], purpose_of(manifest)
+    for name, role in roles.items():
+        if role.overlaps and not manifest["optimizer"].get(PREVIOUS):
+            yield fact_fault(f"`optimizer` has no `{PREVIOUS}`, but {name} begins a step before the update of the last")
     for name, role in roles.items():
         done = Counter((action.stage, action.kind) for action in role.actions)
         for stage, kind in product(role.stages, (kind for kind in work_kinds() if not ACTIONS[kind].instead_of)):

@@ -83,7 +83,7 @@ MANIFEST_FORM: Form = {
         "groups": [{"parameters": [str], "set": _LITERALS}], "weight_decay": _FLOAT,
         "clip": (int, float, _NULL), "eps": _FLOAT,
         "betas": FieldRow(_FLOAT, 2), "momentum": _FLOAT, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
-        "table?": [FieldRow(_FLOAT, 2)], "ema?": {"decay": _FLOAT, "every": int},
+        "table?": [FieldRow(_FLOAT, 2)], "ema?": {"decay": _FLOAT, "every": int}, "previous?": bool,
     },
     "frozen": [str],
     "accumulate": str,

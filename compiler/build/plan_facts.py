@@ -11,7 +11,7 @@ from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..plan.rates import RATE_TABLE
-from ..program.optimizers import AVERAGE, grouped
+from ..program.optimizers import AVERAGE, PREVIOUS, grouped
 from ..program.program import Fault
 from ..program.step_values import initial_state
 from ..resolve.names import PlanNames, find_parameters
@@ -95,6 +95,7 @@ def _optimizer_facts(plan: Plan) -> dict[str, Any]:
         **({"arguments": dict(line.values)} if line.values else {}),
         **({"fall": line.fall} if line.fall else {}),
         **({AVERAGE: {"decay": ema.decay, "every": ema.every}} if ema is not None else {}),
+        **({PREVIOUS: True} if plan.is_delayed else {}),
         **({"table": [list(row) for row in line.table]} if line.table else {}),
     }  # fmt: skip
 

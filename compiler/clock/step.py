@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..analysis.liveness import local_bytes
 from ..layout.collectives import COLLECTIVES
-from ..program.actions import ACTIONS, Action, send_kind
+from ..program.actions import ACTIONS, Action, one_step, send_kind
 from ..program.binding import Binding
 from ..program.plain import in_reduce
 from ..program.program import Program
@@ -65,7 +65,7 @@ class _RoleClock:
     """The waits for values that another program left under way."""
 
     def __post_init__(self) -> None:
-        self.last = {action.stage: action for action in self.role.actions if action.accumulates}
+        self.last = {action.stage: action for action in one_step(self.role.actions) if action.accumulates}
 
     def end(self, action: Action, until: float) -> None:
         """Note that an action ends."""
@@ -225,7 +225,7 @@ class StepClock:
     def _receive(self, clock: _RoleClock, action: Action) -> bool:
         row = action.message
         assert row is not None
-        message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
+        message = replace(action, stage=action.stage + row.to, kind=send_kind(row.work))
         if message not in self._sent:
             return False
         arrives, seconds = self._sent[message]

@@ -16,6 +16,7 @@ from ...grammar.parse import parse
 from ...grammar.source import Source, Span
 from ...grammar.substitute import LET, OpenLet
 from ...grammar.syntax import Number, Setting, Statement, String, Var
+from ..schedules import DELAYED
 from ..sizes.size_range import BATCH
 from .include import Expanded, read_source
 from .plan import MESH, SIZES, Plan, misplaced, read_plan
@@ -175,6 +176,11 @@ def _not_in_mesh(plan: OpenPlan) -> Iterator[Diagnostic]:
             twice = next(text for text in texts if texts.count(text) > 1)
             message = f"`{twice}` is twice among the values of `{let.name}`"
             yield Diagnostic(OPEN_MISPLACED, message, Label(let.span), help="write each value once")
+        if len(texts) > 1 and not {text.strip('"') for text in texts}.isdisjoint(DELAYED):
+            message = "steps of `async` compute with older weights: it trains otherwise than another schedule"
+            yield Diagnostic(
+                OPEN_MISPLACED, message, Label(let.span), help="leave it out, or write it as the only value"
+            )
         if not let.values and let.name not in plan.axes.values():
             axes = [axis for axis, size in plan.axes.items() if size != 1]
             message = f"`?` is what the ranks leave, and no axis of the file's own `mesh` line is `${let.name}`"

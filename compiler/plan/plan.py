@@ -21,6 +21,7 @@ from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh, view_cuts, viewed
 from ..program.actions import PHASES
 from ..program.step_values import LossScale
+from ..schedules import DELAYED
 from ..sizes.size_range import BATCH, SizeRange
 from .directive import TRAINERS, Directive, Scope, argument, check_known, check_unique, of_lines
 from .directives import directive, verbs
@@ -149,7 +150,12 @@ class Plan:
     @property
     def moments(self) -> int:
         """The number of tensors that the update keeps of each trained parameter."""
-        return self.optimizer.moments + (self.ema is not None)
+        return self.optimizer.moments + (self.ema is not None) + self.is_delayed
+
+    @property
+    def is_delayed(self) -> bool:
+        """True where a step computes with the weights before the last update."""
+        return self.schedule is not None and self.schedule.name in DELAYED
 
     @property
     def unbatched(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .binding import Kind
@@ -182,7 +182,8 @@ def message_row(kind: str) -> MessageRow | None:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action of a stage, and its microbatch if it has one; prints as ``0F2``, ``1RECV_F2``, ``0REDUCE``.
+    """An action of a stage, and its microbatch if it has one; prints as ``0F2``, ``1RECV_F2``, ``0REDUCE``, and with a
+    ``+`` if it is of the next step, as ``0F2+``.
 
     ``SEND_F`` hands what a stage's ``F`` made to the stage after it, whose side is ``RECV_F``; ``SEND_B`` hands
     gradients to the stage before it, whose side is ``RECV_B``. What a role does once has the number of its first stage.
@@ -191,9 +192,12 @@ class Action:
     stage: int
     kind: str
     microbatch: int = 0
+    ahead: bool = False
+    """True for an action of the next step, which a role does before it ends this one."""
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch if _per_microbatch(self.kind) else ''}"
+        number = self.microbatch if _per_microbatch(self.kind) else ""
+        return f"{self.stage}{self.kind}{number}{'+' * self.ahead}"
 
     @property
     def works(self) -> bool:
@@ -226,11 +230,11 @@ class Action:
         Raises:
             ValueError: not an action.
         """
-        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
+        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)(\+?)", text)
         known = match is not None and (match[2] in ACTIONS or message_row(match[2]) is not None)
         if match is None or not known or bool(match[3]) != _per_microbatch(match[2]):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
-        return cls(int(match[1]), match[2], int(match[3] or 0))
+        return cls(int(match[1]), match[2], int(match[3] or 0), bool(match[4]))
 
 
 def _per_microbatch(kind: str) -> bool:
@@ -248,16 +252,32 @@ def receive_kind(work: str) -> str:
     return f"RECV_{work}"
 
 
-def whole_step(work: Sequence[Action], stage: int, microbatches: int, also: Collection[str] = ()) -> tuple[Action, ...]:
+def one_step(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return the actions of a single step in order, from a role's, of which some are of the next step. What is done of
+    a step before the one before it has ended comes first.
+
+    >>> " ".join(map(str, one_step([Action.parse(word) for word in "0F1 0B0 0F0+ 0B1 0STEP".split()])))
+    '0F0 0F1 0B0 0B1 0STEP'
+    """
+    first = (replace(action, ahead=False) for action in actions if action.ahead)
+    return (*first, *(action for action in actions if not action.ahead))
+
+
+def whole_step(
+    work: Sequence[Action], stage: int, microbatches: int, also: Collection[str] = (), ahead: bool = False
+) -> tuple[Action, ...]:
     """Return a role's timeline: its work and messages, with the actions before and after; ``also`` has the optional
-    kinds."""
+    kinds. With ``ahead`` some of the work is of the next step, and what comes before the work of that step comes before
+    all of that."""
 
     def of(*places: str) -> Iterator[Action]:
         for row in step_kinds(*places):
             if not row.optional or row.kind in also:
-                yield from (Action(stage, row.kind, index) for index in range(microbatches if row.each else 1))
+                yield from (Action(stage, row.kind, index, ahead and row.place == "before")
+                            for index in range(microbatches if row.each else 1))  # fmt: skip
 
-    return (*of("before"), *work, *of("after", "end"))
+    begins = next((at for at, action in enumerate(work) if action.ahead), len(work)) if ahead else 0
+    return (*work[:begins], *of("before"), *work[begins:], *of("after", "end"))
 
 
 def accumulation(microbatches: int, *, also: Collection[str] = ()) -> tuple[Action, ...]:

@@ -91,13 +91,18 @@ NUMBERS = {name: first for row in OPTIMIZERS.values() for name, first in row.num
 """The names of state that is one number, with their first values."""
 AVERAGE = "ema"
 """The name of a parameter's moving average among the optimizer's state, and of its facts in a line's."""
+PREVIOUS = "previous"
+"""The name of a parameter before its last update among the optimizer's state, and of the fact that steps compute with
+it."""
+BESIDE = (AVERAGE, PREVIOUS)
+"""The names of what is kept beside the state of torch's own optimizer. It begins as the parameter."""
 
 
 def kept_slots(line: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the tensors that an update keeps of each parameter, for its line's facts."""
     row, settings = OPTIMIZERS[line["name"]], {**line, **line.get("arguments", {})}
     optional = (name for name, argument in row.optional.items() if settings.get(argument))
-    return (*row.tensors, *optional, *([AVERAGE] if AVERAGE in line else []))
+    return (*row.tensors, *optional, *(slot for slot in BESIDE if slot in line))
 
 
 # ---- units of an update

@@ -34,6 +34,11 @@ class Role:
     """The pipeline's axis; "" where there are no stages."""
 
     @property
+    def overlaps(self) -> bool:
+        """True where it does some actions of the next step before it ends one."""
+        return any(action.ahead for action in self.actions)
+
+    @property
     def stages(self) -> list[int]:
         """The stages whose work the role does."""
         return sorted({action.stage for action in self.actions if action.works})

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from ..program.actions import Action, StageRanks, stage_ranks, whole_step
+from ..program.actions import Action, StageRanks, one_step, stage_ranks, whole_step
+from .asynchronous import asynchronous
 from .gpipe import gpipe
 from .interleaved import interleaved, interleaved_zb
 from .messages import add_messages
@@ -34,12 +35,15 @@ SCHEDULES: Mapping[str, ScheduleFunction] = {
     "v-half": v_half,
     "v-min": v_min,
     "dualpipev": dualpipev,
+    "async": asynchronous,
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
-ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2", "async")
 """The schedules with one stage on each rank."""
 V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
 """The schedules that go down the ranks and come back up: two stages on each rank."""
+DELAYED = ("async",)
+"""The schedules whose steps compute with the weights before the last update."""
 SEVERAL_CHUNKS = {"interleaved": "1f1b", "interleaved-zb": "zb-h1"}
 """The schedules with several stages on each rank, and those that they are with one."""
 MOST_WORK = 1_000_000
@@ -73,8 +77,9 @@ def timelines(
     ranks = stage_ranks(work)
     first = {rank: stage for stage, rank in reversed([*enumerate(ranks)])}
     work = split_last(work, ranks) if as_run else work
+    ahead = any(action.ahead for actions in work for action in actions)
     return {
-        f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
+        f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also, ahead)
         for rank, actions in enumerate(add_messages(work))
     }
 
@@ -118,7 +123,7 @@ def kinds_of_stages(name: str, stages: int, microbatches: int, chunks: int = 1, 
     """
     work = _schedule_work(name, stages, microbatches, chunks, text)
     kinds: list[dict[str, None]] = [{} for _ in range(stages)]
-    for action in (action for actions in split_last(work, stage_ranks(work)) for action in actions):
+    for action in (action for actions in split_last(work, stage_ranks(work)) for action in one_step(actions)):
         kinds[action.stage].pop(action.kind, None)
         kinds[action.stage][action.kind] = None
     return tuple(map(tuple, kinds))

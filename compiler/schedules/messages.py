@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..program.actions import ACTIONS, Action, kinds_to, receive_kind, send_kind, stage_ranks
 
@@ -17,7 +18,8 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
     message.
 
     So messages from one rank to another are in one order, and one at a time is in flight. Timelines are written in the
-    order of a step whose stages take equal times, each action after all that it needs, so that no rank deadlocks.
+    order of a step whose stages take equal times, each action after all that it needs, so that no rank deadlocks. Some
+    work may be of the next step, and what work needs may have been done beside the step before.
 
     Raises:
         Endless: the order of work deadlocks; the message says who waits for what.
@@ -36,6 +38,8 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
         if not clock.running:
             break
         now = min(end for end, _ in clock.running.values())
+    for wire in [*clock.wires]:  # what the next step reads
+        clock.receive(wire)
     if waits := clock.waits():
         raise Endless(f"the order of work never ends: {', '.join(waits)}")
     return clock.timelines
@@ -63,8 +67,8 @@ class _Clock:
         stage, kind, m = action.stage, action.kind, action.microbatch
         to = ACTIONS[kind].to
         kinds = kinds_to(to) if to and stage - to in self.stages else ()
-        sources = [*(Action(stage - to, kind, m) for kind in kinds),
-                   *(Action(stage, other, m) for other in self.follows[kind])]  # fmt: skip
+        sources = [*(Action(stage - to, kind, m, action.ahead) for kind in kinds),
+                   *(Action(stage, other, m, action.ahead) for other in self.follows[kind])]  # fmt: skip
         return [source for source in sources if source in self.every]
 
     def wire(self, action: Action) -> tuple[int, int]:
@@ -104,7 +108,7 @@ class _Clock:
         if self.is_sent(action):
             self.receive(self.wire(action))
             self.wires[self.wire(action)] = action
-            self.timelines[rank].append(Action(action.stage, send_kind(action.kind), action.microbatch))
+            self.timelines[rank].append(replace(action, kind=send_kind(action.kind)))
 
     def receive(self, wire: tuple[int, int]) -> None:
         """Receive the message that is in flight on a wire, if there is one."""
@@ -112,4 +116,4 @@ class _Clock:
         if sent is not None:
             to = sent.stage + ACTIONS[sent.kind].to
             self.received[wire[1]].add(sent)
-            self.timelines[wire[1]].append(Action(to, receive_kind(sent.kind), sent.microbatch))
+            self.timelines[wire[1]].append(replace(sent, stage=to, kind=receive_kind(sent.kind)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import zip_longest
 from math import floor, log10
@@ -56,10 +56,17 @@ class Timeline:
         return "whole" if kinds.isdisjoint(phases_of(BACKWARD)) else "mixed"
 
     @property
+    def overlaps(self) -> bool:
+        """True where a role does work of the next step before it ends this one."""
+        return any(span.action.ahead for spans in self.spans.values() for span in spans)
+
+    @property
     def floor(self) -> float:
         """The idle time that no schedule of such backwards avoids where a step ends before the next one starts: until
         the last of p ranks has work, the forwards of p - 1 stages; and after it has none, their backwards if those
-        are whole."""
+        are whole. Where steps overlap there is none."""
+        if self.overlaps:
+            return 0.0
         kinds = (FORWARD,) if self.phases == "split" else work_kinds()
         return sum(
             span.end - span.start
@@ -80,9 +87,13 @@ def peak_live(actions: Sequence[Action]) -> int:
 
 
 def most_live(actions: Sequence[Action]) -> dict[int, int]:
-    """Return the microbatches of each stage of a role that are live when most are."""
+    """Return the microbatches of each stage of a role that are live when most are. Those that are begun ahead of their
+    step are live from the step before on."""
     live = {action.stage: 0 for action in actions if action.works}
-    most, total, now = dict(live), 0, 0
+    for action in (action for action in actions if action.ahead):
+        live[action.stage] += (action.kind == FORWARD) - action.accumulates
+    most, now = dict(live), sum(live.values())
+    total = now
     for action in actions:
         change = (action.kind == FORWARD) - action.accumulates
         if change:
@@ -104,12 +115,14 @@ def simulate(
     *,
     work: Times | None = None,
     latency: float = 0,
+    steps: int = 1,
 ) -> Timeline:
     """Simulate timelines whose ``F`` and ``B`` take these times, and other work its slots; ``work``, if given, is the
     time of every kind of work. Everything else takes no time. The makespan is the longest path through the work and
     messages of all roles.
 
     A message arrives ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
+    ``steps`` follow each other on each role, which meets the others in messages alone.
 
     Raises:
         ValueError: the timelines deadlock, or a message is never sent.
@@ -117,26 +130,26 @@ def simulate(
     times: dict[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
     times |= {FORWARD: forward, BACKWARD: backward} if work is None else dict.fromkeys(times, work)
     spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
-    sent: dict[Action, float] = {}
+    sent: dict[tuple[int, Action], float] = {}
     moved = True
     while moved:
         moved = False
         for role, actions in timelines.items():
             done = spans[role]
-            for action in actions[len(done) :]:
-                start = done[-1].end if done else 0
+            while len(done) < steps * len(actions):
+                at, place = divmod(len(done), len(actions))
+                start, action = done[-1].end if done else 0, actions[place]
                 row = action.message
                 if row is not None and not row.sends:
-                    message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
+                    message = at, replace(action, stage=action.stage + row.to, kind=send_kind(row.work))
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
-                end = sent[action] = start + _time_of(times.get(action.kind, 0), action)
+                end = sent[at, action] = start + _time_of(times.get(action.kind, 0), action)
                 done.append(TimeSpan(action, start, end))
                 moved = True
-    stuck = [
-        f"{role} at `{timelines[role][len(done)]}`" for role, done in spans.items() if len(done) < len(timelines[role])
-    ]
+    stuck = [f"{role} at `{timelines[role][len(done) % len(timelines[role])]}`" for role, done in spans.items()
+             if len(done) < steps * len(timelines[role])]  # fmt: skip
     if stuck:
         raise ValueError(f"the order never ends: {', '.join(stuck)}")
     return Timeline(spans)
@@ -175,7 +188,7 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
     pp1    F0 B0─── F1 B1─── F2 B2───        idle 25 %
     """
     several = _chunks(timeline) > 1
-    rows = _text_rows(timeline, slot, width, lambda a: str(a) if several else f"{a.kind}{a.microbatch}", "─")
+    rows = _text_rows(timeline, slot, width, lambda a: str(a) if several else str(a).removeprefix(str(a.stage)), "─")
     return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
 
 
@@ -185,7 +198,7 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
-    for row in _text_rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
+    for row in _text_rows(timeline, slot, width, lambda a: f"{a.microbatch}{'+' * a.ahead}", " "):
         for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
             box = text[: len(text) - (action != then)]  # a gap between two boxes
             picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")

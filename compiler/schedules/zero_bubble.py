@@ -8,8 +8,9 @@ W of a microbatch comes some microbatches after its I.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, StageRanks, phases_of
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, StageRanks, one_step, phases_of
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
@@ -93,10 +94,13 @@ def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tup
     """
     to, split = ACTIONS[BACKWARD].to, list[tuple[Action, ...]]()
     for actions in work:
-        order, waiting = list[Action](), set[tuple[int, int]]()
-        last = {action.stage: action for action in actions if action.accumulates}
+        order, waiting = list[Action](), set[tuple[int, int, bool]]()
+        last = {action.stage: action for action in one_step(actions) if action.accumulates}
+        for action in (action for action in actions if action.ahead):  # done beside the step before
+            piece = (action.stage, action.microbatch, False)
+            (waiting.discard if action.accumulates else waiting.add)(piece)
         for action in actions:
-            piece, neighbour = (action.stage, action.microbatch), action.stage + to
+            piece, neighbour = (action.stage, action.microbatch, action.ahead), action.stage + to
             if action.kind == FORWARD:
                 waiting.add(piece)
             elif action.accumulates:
@@ -104,6 +108,6 @@ def split_last(work: Sequence[Sequence[Action]], ranks: StageRanks) -> tuple[tup
             sends = neighbour >= 0 and ranks[neighbour] != ranks[action.stage]
             alone = action.kind == BACKWARD and sends and (not waiting or last[action.stage] == action)
             kinds = phases_of(BACKWARD) if alone else (action.kind,)
-            order += (Action(action.stage, kind, action.microbatch) for kind in kinds)
+            order += (replace(action, kind=kind) for kind in kinds)
         split.append(tuple(order))
     return tuple(split)

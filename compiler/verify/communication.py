@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
@@ -26,6 +27,7 @@ from ..program.actions import (
     Purpose,
     StageRanks,
     kinds_to,
+    one_step,
     phases_of,
     receive_kind,
     send_kind,
@@ -263,8 +265,10 @@ def check_timelines(
     on ``ranks[k]``.
 
     ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets. A step has
-    only the kinds that serve its ``purpose``.
+    only the kinds that serve its ``purpose``. Where some actions are of the next step, those of a single step are
+    checked, then the order in which two steps overlap.
     """
+    overlapping, timelines = timelines, {role: one_step(actions) for role, actions in timelines.items()}
     roles = len(timelines)
     stages_of_roles = [tuple(stage for stage, rank in enumerate(ranks) if rank == role) for role in range(roles)]
     even = roles and all(len(stages) * roles == len(ranks) > 0 for stages in stages_of_roles)
@@ -287,17 +291,39 @@ def check_timelines(
         for action in actions:
             late = (need for need in needs.of(action) if position.get(need, -1) > position[action])
             faults += [_timeline_fault(role, f"`{action}` comes before `{need}`") for need in islice(late, 1)]
-    return faults or _deadlock(timelines, ranks)
+    return faults or _deadlock(timelines, ranks) or [*_overlap_faults(overlapping, ranks)]
+
+
+def _overlap_faults(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> Iterator[Fault]:
+    """Find actions of the next step behind what ends this one: they would read weights of another update. Find last
+    backwards that are not of their own step, and orders in which what is ahead, what is left of a step, or both
+    together never end."""
+    ends = {row.kind for place in _LATE for row in step_kinds(place)}
+    ahead, rest = ({role: [a for a in actions if a.ahead == of_next] for role, actions in timelines.items()}
+                   for of_next in (True, False))  # fmt: skip
+    if not any(ahead.values()):
+        return
+    for role, actions in timelines.items():
+        first = next((at for at, action in enumerate(actions) if action.kind in ends), len(actions))
+        for action in islice((action for action in actions[first:] if action.ahead), 1):
+            yield _timeline_fault(
+                role, f"`{action}` of the next step comes behind `{actions[first]}`, which ends this one"
+            )
+        left = {action.stage for action in rest[role] if action.accumulates}
+        for stage in sorted({action.stage for action in actions if action.works} - left):
+            yield _timeline_fault(role, f"no backward of stage {stage} is of the step that it ends")
+    for part in (timelines, ahead, rest):
+        yield from _deadlock(part, ranks)
 
 
 def check_work(actions: Sequence[Action], programs: Programs) -> Iterator[Fault]:
     """Find work of a role that has no program, and programs with a function for a stage's last microbatch that are not
     the last of its work whose gradients are added up: no action runs that function."""
-    keys = {action: action.program_in(programs) for action in actions if action.works}
+    keys = {action: action.program_in(programs) for action in one_step(actions) if action.works}
     for key in dict.fromkeys(keys.values()):
         if key not in programs:
             yield _timeline_fault(key, "is done, but has no program")
-    lasts = {action.stage: keys[action] for action in actions if action.accumulates}
+    lasts = {action.stage: keys[action] for action in one_step(actions) if action.accumulates}
     for key, program in programs.items():
         if program.last is not None and key not in lasts.values():
             where = f"{program.role}.{program.action} {program.last.name}"
@@ -379,7 +405,7 @@ def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> l
         message = action.message
         if message is not None:
             kind = receive_kind(message.work) if message.sends else send_kind(message.work)
-            other = Action(action.stage + message.to, kind, action.microbatch)
+            other = replace(action, stage=action.stage + message.to, kind=kind)
             peer = names[ranks[other.stage]]
             if message.sends:
                 wire = wires[role, peer]

@@ -85,6 +85,8 @@ def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
     if plan.microbatches > 1 and plan.accumulate != WHOLE:
         wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
     rows: list[dict[str, Any]] = [_lossy(statement) for statement in wanted]
+    if plan.is_delayed and plan.schedule is not None:
+        rows.append({**_lossy(plan.schedule.arguments.statement), "class": "delayed"})
     for line in plan.compress:
         roles, axis = compiled.build.roles.values(), line.axis.text
         saved = max(bytes_compressed_away(role, compiled.mesh, axis) for role in roles)

@@ -20,8 +20,9 @@ from parc.compiler.layout.placement import Split
 from parc.compiler.ops.recompute import RecomputeLine
 from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import Action, accumulation
+from parc.compiler.program.actions import Action, accumulation, one_step
 from parc.compiler.program.binding import PARAMETERS
+from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Choices, Pipeline, Request
@@ -41,6 +42,7 @@ from parc.grammar.codes import (
     NOT_PLACED,
     NOTHING_RETURNED,
     READ_IN_EVAL,
+    SCHEDULE_MISFIT,
     SPLIT_ALREADY,
     UNEVEN_TOKENS,
     WHOLE_SEQUENCE,
@@ -335,12 +337,24 @@ def _built(
         built = build_programs(captured, request, measure)
     except REFUSALS as error:
         raise PlanError([refusal(plan, request.placing.mesh, resolved, error)]) from error
-    if errors := whole_sequences(plan, built.reshards):
+    errors = [*whole_sequences(plan, built.reshards), *_moved_buffers(plan, built.programs)]
+    if errors:
         raise PlanError(errors)
     actions = _role_timelines(plan, built.programs, request.pipeline, folder)
+    if request.purpose != "training":
+        actions = {role: one_step(every) for role, every in actions.items()}
     timelines = {role: tuple(action for action in actions[role] if action.serves(request.purpose)) for role in actions}
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)
+
+
+def _moved_buffers(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Diagnostic]:
+    """Yield an error for a buffer that steps change, where a step begins before the one before it has ended."""
+    moved = sorted({name for program in programs.values() for name in program.main.returned("buffer")})
+    if plan.schedule is not None and plan.is_delayed and moved:
+        message = f"steps change the buffer `{moved[0]}`, and a step of `async` begins before the one before it ends"
+        help_ = "write `schedule 1f1b`, or train without running statistics and without `balance bias`"
+        yield Diagnostic(SCHEDULE_MISFIT, message, Label(plan.schedule.span), help=help_)
 
 
 def _role_timelines(

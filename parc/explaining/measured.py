@@ -62,7 +62,7 @@ def trace_rows(path: Path, step: PricedStep) -> list[MeasuredRow]:
         spans = step.time.timeline.spans[role.name]
         predicted, count = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
         for span in spans:
-            key = _key(str(span.action))
+            key = _key(_alone(str(span.action)))
             predicted[key] += span.end - span.start
             count[key] += 1
         rows.append(MeasuredRow(role.name, "step", "", 1, statistics.median(whole[role.name]), step.time.seconds))
@@ -77,6 +77,11 @@ def _key(name: str) -> tuple[str, str]:
     """Return the kind of an action, with its stage, and whether it is work or a wait: `0F3` is `0F`, and work."""
     kind = re.sub(r"(?<=[A-Z_])\d+$", "", name)
     return kind, "wait" if "RECV" in kind or kind == "sends" else "work"
+
+
+def _alone(name: str) -> str:
+    """Return the name of an action in a step of its own: one beside the step before has a `+`."""
+    return name.removesuffix("+")
 
 
 def _of_actions(
@@ -113,8 +118,11 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
         events: Sequence[Any] = form["traceEvents"]
         named = [one for one in events if one["ph"] == "M"]
         ranks = {int(one["pid"]): str(one["args"]["name"]).partition("(")[2].removesuffix(")") for one in named}
-        spans = [(int(one["pid"]), int(one["args"]["step"]), str(one["name"]), one["ts"] / 1e6, one["dur"] / 1e6)
-                 for one in events if one["ph"] == "X"]  # fmt: skip
+        actions = (one for one in events if one["ph"] == "X")
+        spans = [
+            (int(one["pid"]), int(one["args"]["step"]), _alone(str(one["name"])), one["ts"] / 1e6, one["dur"] / 1e6)
+            for one in actions
+        ]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ForeignFile(f"`{path}` is no trace of parc's", "`parc run --trace FILE` writes one") from None
     if not spans:
@@ -124,7 +132,7 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
     for rank, role in ranks.items():
         if role not in build.roles:
             raise ForeignFile(f"`{path}`: rank {rank} is `{role}`, which is no role of the build")
-    known = {name: {str(action) for action in role.actions} for name, role in build.roles.items()}
+    known = {name: {_alone(str(action)) for action in role.actions} for name, role in build.roles.items()}
     done: dict[int, set[str]] = {}
     for rank, _, name, *_ in spans:
         done.setdefault(rank, set()).add(name)

@@ -290,7 +290,7 @@ class _Page:
                     "lines": facts.lines_of_programs.get(line.root, 0) if leads else 0,
                     "reshards": sum(one["line"] == line.root for one in self.report["reshards"]) if leads else 0,
                     "padded": sum(one["line"] == line.root for one in self.report["padding"]) if leads else 0,
-                    "rounds": any(one["line"] == line.root for one in self.report["numerics"]),
+                    "rounds": (line.root, "lossy") in ((one["line"], one["class"]) for one in self.report["numerics"]),
                 }
             )  # fmt: skip
             before = line.root

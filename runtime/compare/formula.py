@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS
+from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, PREVIOUS
 
 
 def planned_rate(line: Mapping[str, Any], step: int) -> float:
@@ -88,6 +88,8 @@ class FormulaUpdates:
             if step % average["every"] == 0:
                 self._averages[key] = average["decay"] * self._averages[key] + (1 - average["decay"]) * parameter
             state[AVERAGE] = self._averages[key]
+        if PREVIOUS in line:
+            state[PREVIOUS] = before
         return parameter, {slot: value for slot, value in state.items() if value is not None}
 
     def go_on_from(self, key: Hashable, slots: Mapping[str, Tensor]) -> None:
@@ -98,5 +100,5 @@ class FormulaUpdates:
         for slot, value in slots.items():
             if slot == AVERAGE:
                 self._averages[key] = value.to(parameter.dtype)
-            else:
+            elif slot != PREVIOUS:
                 optimizer.state[parameter][slot].copy_(value)

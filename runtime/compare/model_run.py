@@ -15,6 +15,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import Action
 from ...compiler.program.binding import BUFFERS, LOSS, PARAMETERS, SCALE, Binding, Kind
+from ...compiler.program.optimizers import PREVIOUS
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ...compiler.program.step_values import LOAD, Bias, Division, divisors
@@ -102,6 +103,8 @@ class ReferenceRun:
             name: self._copied(value).requires_grad_(name not in frozen) for name, value in parameters.items()
         }
         self.buffers = {name: self._copied(value) for name, value in buffers.items()}
+        self.read = self.parameters
+        """The weights that the next step computes with: its parameters, or those before the last update."""
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
         self.loads: dict[str, Tensor] = {}
         """The tokens of each expert in the last step, by the module of the experts."""
@@ -124,7 +127,7 @@ class ReferenceRun:
             value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()
         }
         sources: tuple[tuple[tuple[Kind, ...], Mapping[str, Tensor]], ...] = (
-            (("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers), (("term",), weights)
+            (("input",), batch), (PARAMETERS, self.read), (BUFFERS, self.buffers), (("term",), weights)
         )  # fmt: skip
         for kinds, source in sources:
             environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
@@ -157,7 +160,7 @@ class ReferenceRun:
             self.buffers.update(
                 {key.name: self._copied(value) for key, value in results.items() if key.kind == "buffer"}
             )
-        return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
+        return total, {n: p.grad.detach().clone() for n, p in self.read.items() if p.grad is not None}
 
     def of_step(self, function: str, *sources: Mapping[str, Tensor]) -> dict[Binding, Tensor]:
         """Return what a function of the reference makes of values of the whole step, by the names that they are bound
@@ -175,13 +178,16 @@ class ReferenceRun:
             self.metrics = {
                 name: value
                 for kind in self.case.programs.keys() & METRICS.keys()
-                for name, value in METRICS[kind](self.parameters, gradients).items()
+                for name, value in METRICS[kind](self.read, gradients).items()
             }
             if self.loads:
                 self.metrics = {**self.metrics, LOAD.name: torch.cat([*self.loads.values()])}
             self.buffers.update(moved_biases(self.case.biases, self.loads, self.buffers))
             # clipping scales in place, but gradients are compared before clipping
             clipped = {name: gradient.clone() for name, gradient in gradients.items()}
+            if PREVIOUS in self.case.optimizer:
+                trained = self.parameters.items()
+                self.read = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in trained}
             update(self.optimizer, self.case.optimizer, step + 1, self.parameters, clipped, norm)
         return total, gradients
 

@@ -33,6 +33,7 @@ from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.binding import COUNT, Binding
+from ...compiler.program.optimizers import PREVIOUS
 from ...compiler.program.step_values import (
     Bias,
     Division,
@@ -311,6 +312,8 @@ class Plain:
         self.step_number = 0
         self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"], capacities_in(manifest))
         self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])
+        self._before: dict[str, Tensor] = {}
+        """The weights before the last update, where steps compute with them."""
         self._biases = [PlainBias(self.module, *item) for item in biases_in(manifest).items()]
         whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))
 
@@ -344,7 +347,12 @@ class Plain:
         parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
+        trained = self._plain.parameters.items() if PREVIOUS in line else ()
+        newest = {name: value.detach().clone() for name, value in trained}
+        self._set(self._before)
         total, gradients = self._gradients(at, parts)
+        self._set(newest)
+        self._before = newest
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         with torch.no_grad():
             update(self._optimizer, line, self.step_number + 1, self._plain.parameters, gradients, norm, lr)
@@ -352,6 +360,12 @@ class Plain:
                 bias.move()
         self.step_number += 1
         return StepReport(self.step_number, total, float(norm), lr)
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights into the module."""
+        for name, value in weights.items():
+            self._plain.parameters[name].copy_(value)
 
     def evaluate(self, batch: Mapping[str, Tensor] | None = None) -> float:
         """Return the loss of a whole batch with the module in ``eval()``. It changes nothing. Without a batch, it reads

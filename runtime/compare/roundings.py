@@ -57,7 +57,7 @@ class Roundings:
 
     def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
         """Keep the state at the start of the reference's next step."""
-        parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
+        parameters = {name: value.detach().clone() for name, value in reference.read.items()}
         self._steps.append(_StepStart(parameters, dict(reference.buffers), batches, step))
 
     def unexplained(self, what: Binding, expected: Tensor, apart: float, scale: float) -> float:
@@ -77,6 +77,7 @@ class Roundings:
         while self._repeated < len(self._steps):
             begin = self._steps[self._repeated]
             generator = torch.Generator().manual_seed(self._repeated)
+            run.read = run.parameters
             with torch.no_grad():
                 for name, value in begin.parameters.items():
                     run.parameters[name].copy_(perturbed(value, generator))

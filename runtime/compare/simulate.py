@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from ..data.random_batch import random_batch
 from ..machine.kernels import KERNELS
 from ..machine.registry import Kernel, KernelContext
 from ..ranks.gather import held, owners_of, piece_place, whole_tensor
-from ..ranks.work import RankState, StepResult
+from ..ranks.work import Batch, RankState, StepResult, Work
 from ..session.evaluation import returned_types, without_padding
-from ..state.optimizer import make_optimizer, rate, update
+from ..state.optimizer import make_optimizer, rate, read_by_steps, update
 from ..state.step_state import first_state
 from ..step import Stepper
 from .agreement import DRAWS, TOLERANCE, Agreement, joined, stacked
@@ -82,6 +83,8 @@ def with_host_values(state: RankState, names: set[str]) -> RankState:
 # ---- the simulator
 
 
+Coming = tuple[Microbatches, int]
+"""The inputs and the number of the next step."""
 _LATE_STEP = (1 << 53) + 1
 """The number of a late step: only int64 can hold it, and every small modulus changes it."""
 _LEAST_UPDATE = 1e-4
@@ -118,6 +121,8 @@ class Simulation:
                   for rank in backend.ranks}  # fmt: skip
         self.states = [states[rank] for rank in range(case.mesh.world)]
         self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
+        self._begun: dict[Stepper, list[Work]] = {}
+        """The work of the next step, where that was begun."""
 
     def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
         def piece(whole: Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> Tensor:
@@ -150,10 +155,13 @@ class Simulation:
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in typed]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 
-    def step(self, batches: Microbatches, step: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return every rank's loss, and the whole gradients, then update every rank."""
+    def step(
+        self, batches: Microbatches, step: int, coming: Coming | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return every rank's loss, and the whole gradients, then update every rank. Where steps overlap, the one that
+        is ``coming`` is begun beside this one."""
         self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
-        results = self.run(Stepper.gradients, batches, step)
+        results = self.run(partial(self._overlapping, coming=coming), batches, step)
         self.gradients = [result.gradients for result in results]
         names = dict.fromkeys(name for of_rank in self.gradients for name in of_rank)
         whole = {name: self.whole(self.gradients, name) for name in names}
@@ -168,12 +176,28 @@ class Simulation:
             state.steps.update(result.state)
         return [result.loss for result in results], whole
 
+    def _overlapping(
+        self, stepper: Stepper, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int,
+        coming: Coming | None,
+    ) -> list[StepResult]:  # fmt: skip
+        """Return the results of a step on the ranks of a role. Parts of it may have been done beside the last one."""
+        work, ranks = self._begun.pop(stepper, None), self.backends[self.steppers.index(stepper)].ranks
+        if work is None or work[0].step != step:
+            work = stepper.begin(states, batches, step)
+        for w, state in zip(work, states, strict=True):
+            w.state = state
+        if coming is not None and stepper.overlaps:
+            parts = self.local_batches(coming[0])
+            begun = stepper.begin([self.states[at] for at in ranks], [parts[at] for at in ranks], coming[1])
+            self._begun[stepper] = begun
+        return stepper.finish(work, step, self._begun.get(stepper, ()))
+
     def run(self, do: Callable[..., list[StepResult]], batches: Microbatches, step: int) -> list[StepResult]:
         """Run ``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
         local = self.local_batches(batches)
 
         def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
-            states = [with_host_values(self.states[rank], self.on_host) for rank in ranks]
+            states = [with_host_values(self.read(rank), self.on_host) for rank in ranks]
             return do(stepper, states, [local[rank] for rank in ranks], step)
 
         jobs = [
@@ -183,6 +207,11 @@ class Simulation:
         by_rank = {rank: result for backend, results in zip(self.backends, by_role, strict=True)
                    for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
         return [by_rank[rank] for rank in range(self.case.mesh.world)]
+
+    def read(self, rank: int) -> RankState:
+        """Return the state of a rank with the weights that its next step computes with."""
+        state = self.states[rank]
+        return replace(state, parameters=read_by_steps(self.optimizers[rank], self.case.optimizer, state.parameters))
 
     def whole(self, ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         """Return a parameter or its gradient, put together from the pieces of ``ranks`` by name."""
@@ -209,9 +238,11 @@ class Simulation:
         step, where batch statistics of few elements may amplify them without bound."""
         with torch.no_grad():
             for rank, state in enumerate(self.states):
+                read = self.read(rank).parameters
                 for name, parameter in state.parameters.items():
-                    whole = grow(reference.parameters[name], self.case.pads.get(name, ()))
-                    parameter.copy_(self.part(whole, self.types[name], rank))
+                    for piece, of_reference in ((read[name], reference.read), (parameter, reference.parameters)):
+                        whole = grow(of_reference[name], self.case.pads.get(name, ()))
+                        piece.copy_(self.part(whole, self.types[name], rank))
                 for name, pieces, type_ in self.buffers():
                     if rank in pieces:
                         state.buffers[name] = self.part(reference.buffers[name], type_, rank).clone()
@@ -265,9 +296,9 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
     agreement.note("parameter", rate_error(case.optimizer, rate), "rates of steps")
     generator = torch.Generator().manual_seed(seed)
     draws = RNG in case.reference.main.bindings
-    for index in range(steps):
-        step = _LATE_STEP if draws and 0 < index == steps - 1 else index
-        batches = random_batch(case.reference, case.microbatches, generator)
+    numbers = [_LATE_STEP if draws and 0 < index == steps - 1 else index for index in range(steps)]
+    drawn = [(random_batch(case.reference, case.microbatches, generator), step) for step in numbers]
+    for (batches, step), coming in zip_longest(drawn, drawn[1:]):
         roundings.begin(reference, batches, step)
         loss, gradients = reference.step(batches, step)
         wrong = [
@@ -277,7 +308,7 @@ def _compare(case: Case, steps: int, seed: int) -> Agreement:
         if wrong:
             agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
             return agreement
-        losses, simulated = simulation.step(batches, step)
+        losses, simulated = simulation.step(batches, step, coming)
         top = float(loss.abs().clamp_min(1e-30))
         for rank, value in enumerate(losses):
             error = roundings.unexplained(LOSS, loss, float((value - loss).abs()), top)

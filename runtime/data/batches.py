@@ -58,11 +58,12 @@ class Batches:
 
     def begin(
         self, call: str, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None,
-        keep: bool = True, complete: Completed | None = None,
+        keep: bool = True, complete: Completed | None = None, beside: bool = False,
     ) -> Begun:  # fmt: skip
         """Begin step ``step`` (from 0) on a whole batch, on the samples of this rank, or on the plan's data, of which
         nothing is read beyond step ``last``. ``call`` is the name of the method for messages. Without ``keep`` there is
-        no backward. ``complete`` completes a batch that was passed.
+        no backward. ``complete`` completes a batch that was passed. ``beside`` says that the step before is not
+        finished.
 
         Raises:
             RunError: on every rank: a batch does not fit the plan, or those of the ranks are not parts of one.
@@ -83,7 +84,7 @@ class Batches:
                 shares = at.feed.shares if kind == _LOCAL else {}
                 completed = passed if complete is None else complete(at, passed, shares)
                 part = at.feed.cut_hashed(completed, kind == _LOCAL, not alone)
-            begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
+            begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep, beside))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
             counted = (_as_integer(begun.work[0].totals.get(key)) for key in self._keys)
             return begun, [kind, sizes, *part.hashes, *counted]

@@ -23,7 +23,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, parse_type
 from ...compiler.plan.directives.check import DEFAULT
 from ...compiler.program.binding import BUFFERS
-from ...compiler.program.optimizers import AVERAGE, NUMBERS, OPTIMIZERS
+from ...compiler.program.optimizers import AVERAGE, BESIDE, NUMBERS, OPTIMIZERS
 from ...compiler.program.roles import Role
 from ...grammar.codes import REPLICAS_DIFFER
 from .communication import PeerLost
@@ -112,7 +112,7 @@ class Bounds:
         if not dtype.is_floating_point or kind in NUMBERS:
             return 0.0
         noise, eps = _FACTOR * math.sqrt(max(1, self.steps)), torch.finfo(dtype).eps
-        if self.rate and kind in ("parameter", AVERAGE):
+        if self.rate and kind in ("parameter", *BESIDE):
             return min(noise * eps, _MOST) * largest + max(_SIGNS, noise * self.eps) * self.rate
         return min(noise * max(eps, self.eps), _MOST) * largest
 

@@ -31,12 +31,15 @@ class RankState:
 
 @dataclass(slots=True)
 class Work:
-    """The work of one rank in a step: its state, its part of each microbatch, and the values that actions pass on.
-    ``keep`` is False where there is no backward to read what F saves."""
+    """The work of one rank in a ``step``: its state, its part of each microbatch, and the values that actions pass on.
+    ``keep`` is False where there is no backward to read what F saves. ``begun`` is True once that is done which may be
+    done beside the step before."""
 
     state: RankState
     parts: Sequence[Batch]
     keep: bool
+    step: int = 0
+    begun: bool = False
     totals: BoundTensors = field(default_factory=dict)
     kept: dict[WorkKey, BoundTensors] = field(default_factory=dict)
     sent: dict[WorkKey, list[Tensor]] = field(default_factory=dict)

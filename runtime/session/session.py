@@ -21,11 +21,11 @@ from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import grow
 from ...compiler.program.actions import Action
 from ...compiler.program.binding import BUFFERS
-from ...compiler.program.optimizers import AVERAGE
+from ...compiler.program.optimizers import AVERAGE, BESIDE
 from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes import NO_AVERAGES
+from ...grammar.codes import BAD_DATA, NO_AVERAGES
 from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches, Begun
@@ -47,7 +47,7 @@ from ..ranks.work import Batch, RankState, StepReport, StepResult, consume
 from ..state.initial import Initial
 from ..state.offload import Offloaded
 from ..state.opening import buffers_of, build_mesh, check_fits, check_source_of, constants_of, task_of
-from ..state.optimizer import check_rates, rate, update
+from ..state.optimizer import check_rates, rate, read_by_steps, update
 from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
 from ..step import Stepper
@@ -92,6 +92,8 @@ class FullState:
 
 # ---- the session
 
+_GOING_ON = "session.step beside another"
+"""The call of ranks that go on with a step which they have begun, or begin the next one beside it."""
 LineWatch = Callable[[Line, Sequence[Environment]], None]
 """A function that is called after a line with the environment of each rank of the process."""
 
@@ -156,6 +158,8 @@ class Session:
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
         self.replicas = Replicas(build, self.mesh, ranks, self._together, self.state, self.optimizer)
         self._repeating: Stepper | None = None
+        self._coming: tuple[Begun, Batch | None] | None = None
+        """The step that was begun beside the last one, and its batch, None for one of the plan's data."""
         self.weights_mark = object()
         """The mark of the weights that gradients are computed with: another one after each change of the weights."""
         self._last_batch: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
@@ -199,15 +203,16 @@ class Session:
     def start_from(self, make: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
         """Set every parameter to what ``make`` returns for its name and its whole initial value. Return the name of the
         first whose initial pieces on this rank were not those of the whole, "" if there is none."""
-        wrong = ""
+        wrong, self._coming = "", None
         for name, piece in self.state.parameters.items():
             initial, type_ = self._initial.whole(name), self.types[name]
             wanted, value = (self._piece(name, whole.to(type_.dtype)) for whole in (initial, make(name, initial)))
             if not wrong and not _same_values(piece.cpu(), wanted):
                 wrong = name
             piece.copy_(value)
-            if (average := self.optimizer.state.get(piece, {}).get(AVERAGE)) is not None:
-                average.copy_(value)  # where state is allocated before the first step
+            for slot, beside in self.optimizer.state.get(piece, {}).items():
+                if slot in BESIDE:
+                    beside.copy_(value)  # where state is allocated before the first step
         return wrong
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -217,12 +222,15 @@ class Session:
 
     # ---- training
 
-    def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
+    def gradients(
+        self, batch: Batch | None = None, *, local: Batch | None = None, coming: Batch | None = None
+    ) -> StepResult:
         """Compute the loss, this rank's parts of the gradients, and the norm of all gradients. Nothing is updated.
 
         ``batch`` is the whole batch of a step, the same on every rank. ``local`` is the samples of this rank alone.
         Ranks that differ only in axes that do not split the batch must give the same samples. Without both, the session
-        reads the next batch of the plan's data.
+        reads the next batch of the plan's data. ``coming`` is what the next call will be given in the same way, the
+        same object, unchanged: under `schedule async` its step begins beside this one. Other schedules do not read it.
 
         Raises:
             RunError: on every rank: a batch is not one of the plan's, the ranks did not give one batch, the data cannot
@@ -230,19 +238,61 @@ class Session:
         """
         self._check_trains()
         self._begun = clock()
-        begun = self._batches.begin("session.step", batch, local, self.state, self.step_number, self.last_step)
+        given = batch if local is None else local
+        goes_on = coming is not None or (given is None and self._has_more)
+        begun = self._go_on(given, goes_on)
+        if begun is None:
+            begun = self._batches.begin("session.step", batch, local, self._read(), self.step_number, self.last_step)
+        if goes_on and begun.at.stepper.overlaps:
+            after = self._next(None if local is not None else coming, coming if local is not None else None)
+            if after is not None and after.at is begun.at:  # programs of other sizes have other messages
+                self._coming = after, coming
         return self._finished(begun)
+
+    def _go_on(self, given: Batch | None, goes_on: bool) -> Begun | None:
+        """Return the step that was begun beside the last one, if it is of the batch that is given now."""
+        kept, self._coming = self._coming, None
+        if kept is None or kept[1] is not given or kept[0].work[0].step != self.step_number:
+            return None
+        if not goes_on:  # else ranks agree on the next batch
+            self._together.meet(_GOING_ON)
+        kept[0].work[0].state = self._read()
+        return kept[0]
+
+    @property
+    def _has_more(self) -> bool:
+        """True where the plan's data have a batch for the step after this one, as far as is known."""
+        return self.last_step is None or self.step_number + 1 < self.last_step
+
+    def _next(self, batch: Batch | None, local: Batch | None) -> Begun | None:
+        """Begin the step after this one with the newest weights; None if the plan's data have no more batches."""
+        try:
+            step = self.step_number + 1
+            return self._batches.begin(_GOING_ON, batch, local, self.state, step, self.last_step, beside=True)
+        except RunError as error:
+            if error.code != BAD_DATA or batch is not None or local is not None:
+                raise
+            return None  # the next step says so, if it is asked for
+
+    def _read(self) -> RankState:
+        """Return the state with the weights that the next step computes with."""
+        if not self.build.trains:
+            return self.state
+        line = self.build.manifest["optimizer"]
+        return replace(self.state, parameters=read_by_steps(self.optimizer, line, self.state.parameters))
 
     def run_step(self, batch: Batch) -> StepResult:
         """Run the programs of a step up to the gradients, as ``gradients`` does; those of a build for inference run
         forward alone."""
-        begun = self._batches.begin("session.step", batch, None, self.state, self.step_number, self.last_step)
+        self._coming = None
+        begun = self._batches.begin("session.step", batch, None, self._read(), self.step_number, self.last_step)
         return self._finished(begun)
 
     def _finished(self, begun: Begun) -> StepResult:
         with self._together.doing(f"step {self.step_number + 1}", self.state), places_explained():
             self._last_batch = begun.at, begun.parts, dict(self.state.buffers)
-            (result,) = begun.at.stepper.finish(begun.work, self.step_number)
+            coming = () if self._coming is None else self._coming[0].work
+            (result,) = begun.at.stepper.finish(begun.work, self.step_number, coming)
         result.weights = self.weights_mark
         return result
 
@@ -299,9 +349,13 @@ class Session:
         """Call a function on this rank after every later step, with its report. Its exceptions leave ``update``."""
         self._listeners.append(call)
 
-    def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
-        """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate."""
-        return self.update(self.gradients(batch, local=local), lr)
+    def step(
+        self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None,
+        coming: Batch | None = None,
+    ) -> StepReport:  # fmt: skip
+        """Do one step of training: ``gradients`` of the batch, then ``update`` with the learning rate. The report is
+        that of the step of this batch, also where the next one is begun beside it."""
+        return self.update(self.gradients(batch, local=local, coming=coming), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
         """Return the loss of one batch with the model in ``eval()``: without dropout, and with BatchNorm's running
@@ -418,12 +472,13 @@ class Session:
         """Repeat the step line by line. Return, on every rank, the first value of each rank that is not finite."""
         _, parts, buffers = self._last_batch
         self.state.buffers = dict(buffers)
-        bad = bad_tensor(self.state.parameters, "parameter", self.rank)
+        state = self._read()
+        bad = bad_tensor(state.parameters, "parameter", self.rank)
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             bad = bad or bad_tensor(floats, "input", self.rank)
         watcher = Watcher(self.rank, lambda: self.repeating)
-        self.repeated(replace(self.state), watcher.watch)
+        self.repeated(state, watcher.watch)
         return everywhere(bad or watcher.first_bad(), self.world)
 
     # ---- state
@@ -494,7 +549,7 @@ class Session:
         facts, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
-        self.weights_mark = object()
+        self.weights_mark, self._coming = object(), None
         if self.build.trains:
             self.step_number = self._together.stepped(self.feed.go_on(facts))
             self.replicas.restored(Path(path), self.step_number)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.optimizers import AVERAGE, OPTIMIZERS, kept_slots
+from ...compiler.program.optimizers import AVERAGE, BESIDE, OPTIMIZERS, PREVIOUS, kept_slots
 from ...grammar.codes import BAD_STATE, OTHER_RATE
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, refuse
@@ -127,7 +127,8 @@ def update(
     lr: float | None = None,
     units: Iterable[Sequence[str]] | None = None,
 ) -> None:
-    """Do the update of a step, counted from 1, as the plan's ``line`` says, and average the weights. Gradients are
+    """Do the update of a step, counted from 1, as the plan's ``line`` says, keep the weights before it where the line
+    says so, and average the weights. Gradients are
     scaled so that their global norm is at most the line's ``clip``. ``lr`` replaces the line's rate. With ``units``,
     groups of names of parameters, one is updated after the other, so that no more than a unit's state is in use at a
     time."""
@@ -141,18 +142,46 @@ def update(
     for names in [list(parameters)] if units is None else units:
         for name in names:
             parameters[name].grad = _as_stored(gradients.get(name), parameters[name])
-        changed = [parameters[name] for name in names if name in gradients] if average is not None else []
+        changed = [parameters[name] for name in names if name in gradients]
         # torch makes the rest of a parameter's state only where there is none
-        begun = [(value, value.clone()) for value in changed if AVERAGE not in optimizer.state[value]]
+        averaged = changed if average is not None else []
+        begun = [(value, value.clone()) for value in averaged if AVERAGE not in optimizer.state[value]]
         with _beside(optimizer, [parameters[name] for name in names]):
+            aside = _laid_aside(optimizer, changed) if PREVIOUS in line else []
             optimizer.step()
             for value, first in begun:
                 optimizer.state[value][AVERAGE] = first
+            for value, before in aside:
+                optimizer.state[value][PREVIOUS] = before
             if average is not None and changed and not step % average["every"]:
                 averages = [optimizer.state[value][AVERAGE] for value in changed]
                 torch._foreach_lerp_(averages, changed, 1 - average["decay"])
         for name in names:
             parameters[name].grad = None
+
+
+def _laid_aside(
+    optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return weights with what they are before an update. That stays in its place in memory, because the next step has
+    begun with it and may hold views of it; the update writes where the weights before it were."""
+    pairs = []
+    for value in values:
+        before = optimizer.state[value].get(PREVIOUS)
+        before = value.clone() if before is None else before.copy_(value)
+        before.data, value.data = value.data, before.data
+        pairs.append((value, before))
+    return pairs
+
+
+def read_by_steps(
+    optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the weights that the next step computes with: its parameters, or, where the plan's ``line`` says so, those
+    before the last update, which are the initial ones before the first."""
+    if PREVIOUS not in line:
+        return {**parameters}
+    return {name: optimizer.state.get(value, {}).get(PREVIOUS, value) for name, value in parameters.items()}
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -199,8 +228,8 @@ def fill_slots(
     """Create the optimizer's state of a parameter, as it is before the first step. ``zeros`` returns a tensor of zeros
     like another, in the place where the state is kept."""
     if slots := {slot: zeros(parameter) for slot in kept_slots(line)}:
-        if AVERAGE in slots:
-            slots[AVERAGE].copy_(parameter)
+        for slot in slots.keys() & {*BESIDE}:
+            slots[slot].copy_(parameter)
         for slot, number in OPTIMIZERS[line["name"]].numbers.items():
             slots[slot] = torch.full((), number, dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = slots
@@ -217,7 +246,7 @@ def restore_optimizer(
             named.
     """
     saved, name = checkpoint.facts.get("optimizer"), line["name"]
-    tensors = kept_slots({key: value for key, value in line.items() if key != AVERAGE})
+    tensors = kept_slots({key: value for key, value in line.items() if key not in BESIDE})
     wanted_slots = (*OPTIMIZERS[name].numbers, *(tensors or OPTIMIZERS[name].optional))
     if saved != name:
         raise RunError(
@@ -232,7 +261,7 @@ def restore_optimizer(
         if kind != "optimizer":
             continue
         slots.setdefault(owner, []).append(slot)
-        if owner not in forms or slot not in (*wanted_slots, AVERAGE):
+        if owner not in forms or slot not in (*wanted_slots, *BESIDE):
             faults.append(f"`{key}` is no state of `{name}`")
         elif slot in OPTIMIZERS[name].numbers:
             is_number = shape == () and checkpoint.dtypes[key] == torch.float32
@@ -242,7 +271,7 @@ def restore_optimizer(
             wanted = f"{forms[owner][1]} {list(forms[owner][0])}".removeprefix("torch.")
             faults.append(f"`{key}` is {_type_of(checkpoint, key)} there, its parameter {wanted}")
     faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(wanted_slots)}"
-               for owner, held in slots.items() if {*held} - {AVERAGE} and not {*wanted_slots} <= {*held}]  # fmt: skip
+               for owner, held in slots.items() if {*held} - {*BESIDE} and not {*wanted_slots} <= {*held}]  # fmt: skip
     if not faults:
         with checkpoint.tensors() as files:
             done = {key: float(files.whole(key)) for key in steps}
@@ -250,19 +279,28 @@ def restore_optimizer(
             f"`{key}` is {value}, which is no number of steps" for key, value in done.items() if not 0 <= value < 2**53
         ]
     refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
-    if AVERAGE not in line:
-        slots = {owner: [slot for slot in held if slot != AVERAGE] for owner, held in slots.items()}
-    return slots
+    unused = {slot for slot in BESIDE if slot not in line}
+    return {owner: [slot for slot in held if slot not in unused] for owner, held in slots.items()}
 
 
-def average_notes(checkpoint: Checkpoint, line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note if only one of the checkpoint and the plan's ``line`` has averages of weights."""
-    there = any(name.startswith(f"optimizer.{AVERAGE}.") for name in checkpoint.shapes)
-    if there == (AVERAGE in line):
-        return ()
-    if there:
-        return ("the checkpoint's averages of weights are not used: the plan has no `ema` line",)
-    return ("the checkpoint has no averages of weights: those of the plan's `ema` line start as its weights",)
+_NOTES = {
+    AVERAGE: (
+        "the checkpoint's averages of weights are not used: the plan has no `ema` line",
+        "the checkpoint has no averages of weights: those of the plan's `ema` line start as its weights",
+    ),
+    PREVIOUS: (
+        "the checkpoint's weights before the last update are not used: the plan's schedule is not `async`",
+        "the checkpoint has no weights before the last update: the first step of `schedule async` computes with its"
+        " weights, as after an initialization",
+    ),
+}
+"""The notes on what is kept beside an optimizer's state: in a checkpoint that has it alone, and in a plan that does."""
+
+
+def slot_notes(checkpoint: Checkpoint, line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return notes on what only one of the checkpoint and the plan's ``line`` keeps beside the optimizer's state."""
+    there = {slot for slot in BESIDE if any(name.startswith(f"optimizer.{slot}.") for name in checkpoint.shapes)}
+    return tuple(_NOTES[slot][slot in line] for slot in BESIDE if (slot in there) != (slot in line))
 
 
 def _type_of(checkpoint: Checkpoint, key: str) -> str:

@@ -22,7 +22,7 @@ from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.layout.placement import parse_type
 from ...compiler.padding.pads import pads_from
 from ...compiler.padding.tensors import EntryRanges, ranges_of, runs_of
-from ...compiler.program.optimizers import AVERAGE, NUMBERS
+from ...compiler.program.optimizers import BESIDE, NUMBERS
 from ...compiler.program.stacked import part_name
 from ...grammar.bounded import real_path
 from ...grammar.codes import BAD_STATE
@@ -45,7 +45,7 @@ from .index import (
     write_index,
 )
 from .opening import buffers_of, build_mesh, constants_of, open_checkpoint
-from .optimizer import average_notes
+from .optimizer import slot_notes
 from .shards import Piece, ShardFile, write_shard
 from .step_state import check_residuals, read_residual, read_state, stored_residuals
 
@@ -289,7 +289,7 @@ class StateFiles:
             )
         steps = together.agreed(RESTORE, lambda: read_state(checkpoint, state.steps))
         notes = together.agreed(RESTORE, lambda: check_residuals(checkpoint, self._stored))
-        notes += average_notes(checkpoint, build.manifest["optimizer"])
+        notes += slot_notes(checkpoint, build.manifest["optimizer"])
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(RESTORE, lambda: checkpoint.check_shards(mine))
         try:
@@ -340,7 +340,7 @@ class StateFiles:
                     optimizer.state[piece.tensor][slot] = moment
                 for slot, value in before.items() if keep_slots else ():  # as before the first step, in its place
                     if value is not None and slot not in optimizer.state[piece.tensor]:
-                        first = piece.tensor if slot == AVERAGE else torch.tensor(NUMBERS.get(slot, 0.0))
+                        first = piece.tensor if slot in BESIDE else torch.tensor(NUMBERS.get(slot, 0.0))
                         optimizer.state[piece.tensor][slot] = value.copy_(first)
 
 

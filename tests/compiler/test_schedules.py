@@ -51,7 +51,7 @@ def work_of(actions: Sequence[Action]) -> list[Action]:
 def test_sizes_are_accepted_that_the_schedules_are_published_for(limits: tuple[int, int]) -> None:
     one_rank = [(p, m, v) for p, m, v in sizes(limits) if p > 1 or v == 1]
     expected = {("gpipe", p, m, v) for p, m, v in one_rank if v == 1}
-    expected |= {("1f1b", p, m, v) for p, m, v in one_rank if v == 1 and m >= p}
+    expected |= {(name, p, m, v) for name in ("1f1b", "async") for p, m, v in one_rank if v == 1 and m >= p}
     expected |= {("interleaved", p, m, v) for p, m, v in one_rank if v > 1 and m % p == 0}
     expected |= {("looped", p, m, v) for p, m, v in one_rank}
     expected |= {(f"zb-h{laps}", p, m, v) for laps in (1, 2) for p, m, v in one_rank if v == 1 and m >= laps * p}
@@ -124,12 +124,32 @@ def closed_form(name: str, p: int, f: int, i: int, w: int) -> int | None:
 @LIMITS
 def test_ranks_with_split_backwards_wait_as_published_and_hold_no_more(limits: tuple[int, int]) -> None:
     for (name, p, m, v), made in accepted(limits).items():
-        if name in WHOLE:
+        if name in WHOLE or name == "async":
             continue
         assert max(map(peak_live, made.values())) <= ROOM[name](p) * (v / 2 if name == "interleaved-zb" else 1)
         for costs in COSTS if name != "zbv" or m >= 2 * p else ():
             if (published := closed_form(name, p, *costs.values())) is not None:
                 assert most_idle(made, costs) == published, (name, p, m, v, costs)
+
+
+@LIMITS
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), wide(1, 1), (3, 2)])
+def test_ranks_whose_steps_overlap_never_wait_though_they_meet_once_a_step(
+    forward: int, backward: int, limits: tuple[int, int]
+) -> None:
+    """Each step begins on all ranks at one time, and all of them work to its end. Where microbatches are few, they wait
+    for two forwards at most, if a backward takes as long, and hold no more than in 1F1B."""
+    for (name, p, m, _), made in accepted(limits).items():
+        if name != "async":
+            continue
+        played, live = simulate(made, forward, backward), [peak_live(actions) for actions in made.values()]
+        if m >= 2 * p - 2:
+            assert {played.idle(role) for role in made} == {0}
+            assert simulate(made, forward, backward, steps=3).makespan == 3 * m * (forward + backward)
+            assert live == [2 * (p - rank) - 1 for rank in range(p)]
+        else:
+            assert (forward, backward) != (1, 2) or max(played.idle(role) for role in made) <= 2
+            assert live == [p - rank for rank in range(p)]
 
 
 @pytest.mark.parametrize(("name", "p"), MEASURED)
@@ -167,6 +187,8 @@ def test_torch_lists_the_same_work(
     ("name", "stages", "microbatches", "chunks", "why"),
     [
         ("zb-h3", 4, 8, 1, "there is no schedule `zb-h3`: choose `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zb-h2`"),
+        ("async", 4, 3, 1, "`async` on 4 ranks wants at least 4 microbatches, not 3: write `microbatches 4` or more"),
+        ("async", 4, 8, 2, "`async` has one stage a rank, not 2 chunks: remove `chunks`, or choose `interleaved`"),
         ("zb-h1", 4, 3, 1, "`zb-h1` on 4 ranks wants at least 4 microbatches, not 3: write `microbatches 4` or more"),
         ("zb-h2", 4, 7, 1, "wants twice as many microbatches as ranks, at least 8 microbatches, not 7"),
         ("interleaved-zb", 4, 8, 1, "has 2 or more stages a rank: write `chunks 2`, or choose `zb-h1`"),

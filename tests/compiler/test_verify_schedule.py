@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.program.actions import Action, StageRanks, accumulation
+from parc.compiler.program.actions import Action, StageRanks, accumulation, one_step
 from parc.compiler.program.program import Fault
 from parc.compiler.schedules import SCHEDULES, places_of, problem, timelines
 from parc.compiler.verify.communication import check_timelines
@@ -107,18 +108,65 @@ def test_mutants_are_refused(number: int) -> None:
     assert min(refused.values()) > number / 40 and len(refused) == 8, refused
 
 
+def overlap(timelines: Timelines) -> bool:
+    """Return whether actions of two steps stand side by side."""
+    return any(action.ahead for actions in timelines.values() for action in actions)
+
+
+def moved(timelines: Timelines, draw: random.Random) -> dict[str, list[Action]]:
+    """Return timelines in which some actions have moved by a few places."""
+    made = {role: list(actions) for role, actions in timelines.items()}
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        actions = draw.choice(list(made.values()))
+        at = draw.randrange(len(actions) - 1)
+        action = actions.pop(at)
+        actions.insert(min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(actions)), action)
+    return made
+
+
+def one_after_the_other(timelines: Timelines, m: int, steps: int = 3) -> Timelines:
+    """Return the work and the messages of several steps that overlap as one step of as many microbatches."""
+
+    def numbered(action: Action, step: int) -> Action:
+        return replace(action, ahead=False, microbatch=action.microbatch + m * (step + action.ahead))
+
+    long: dict[str, list[Action]] = {}
+    for role, actions in timelines.items():
+        work = [action for action in actions if action.works or action.message is not None]
+        first = [numbered(replace(action, ahead=False), 0) for action in work if action.ahead]
+        rest = [numbered(action, step) for step in range(steps) for action in work
+                if step < steps - 1 or not action.ahead]  # fmt: skip
+        scale, *ends = (Action(actions[-1].stage, kind) for kind in ("SCALE", "LOSS", "REDUCE", "STEP"))
+        long[role] = [scale, *first, *rest, *ends]
+    return long
+
+
+@pytest.mark.parametrize("number", [150, wide(500)])
+def test_steps_that_overlap_are_accepted_only_if_they_can_run_one_after_the_other(number: int) -> None:
+    draw, outcomes = random.Random(2), Counter[bool]()
+    overlapping = [row for row in good() if overlap(row[0])]
+    for made, ranks, m in overlapping:
+        assert may_run(one_after_the_other(made, m), ranks) and not faults_of(made, ranks, m)
+    for _ in range(number):
+        some, ranks, m = draw.choice(overlapping)
+        made = moved(some, draw)
+        accepted = not faults_of(made, ranks, m)
+        if accepted:
+            assert may_run(one_after_the_other(made, m), ranks), made
+            alone = {role: one_step(actions) for role, actions in made.items()}
+            assert may_run(alone, ranks)
+        outcomes[accepted] += 1
+    assert min(outcomes[True], outcomes[False]) > number / 10, outcomes
+
+
 @pytest.mark.parametrize("number", [150, wide(500)])
 def test_another_order_is_refused_just_if_it_cannot_run(number: int) -> None:
     draw = random.Random(1)
     outcomes: Counter[bool] = Counter()
+    alone = [row for row in good() if not overlap(row[0])]
     for _ in range(number):
-        some, ranks, m = draw.choice(good())
-        made = {role: list(actions) for role, actions in some.items()}
-        for _ in range(draw.choice((1, 1, 2, 3))):
-            actions = draw.choice(list(made.values()))
-            at = draw.randrange(len(actions) - 1)
-            action = actions.pop(at)
-            actions.insert(min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(actions)), action)
+        some, ranks, m = draw.choice(alone)
+        made = moved(some, draw)
         runs = may_run(made, ranks)
         assert bool(faults_of(made, ranks, m)) == (not runs), made
         outcomes[runs] += 1

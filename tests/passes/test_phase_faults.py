@@ -16,7 +16,7 @@ from tests.planted_pipelines import PHASES, good
 NONE = "nothing is planted"
 
 
-QUICK = ("zb-h1, two stages", "1f1b, three stages")
+QUICK = ("zb-h1, two stages", "1f1b, three stages", "async, blocks")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(wide(name) for name in PHASES if name not in QUICK)])
@@ -28,7 +28,7 @@ def test_good_builds_with_split_backwards_are_accepted(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [(QUICK[0], 9), (QUICK[1], 18), *(wide(name, 2) for name in PHASES)],
+    [(QUICK[0], 9), (QUICK[1], 18), (QUICK[2], 9), *(wide(name, 2) for name in PHASES)],
 )
 def test_planted_bugs_of_two_phases_are_refused(name: str, share: int) -> None:
     build, refused = good(name), Counter[str]()

@@ -22,14 +22,16 @@ from ....grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ....grammar.nearest import did_you_mean, listed, nearest
 from ....grammar.source import Source
 from ....grammar.syntax import String
-from ...schedules import MOST_WORK, SCHEDULES, V_SHAPES, problem, timelines
+from ...program.step_values import DYNAMIC
+from ...schedules import DELAYED, MOST_WORK, SCHEDULES, V_SHAPES, problem, timelines
 from ...schedules.messages import Endless
 from ...schedules.table import RowError
 from ...sizes.size_range import BATCH
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 from ..include import read_text
 from ..layouts import multiples
-from .precision import TYPES
+from .offload import Offload
+from .precision import TYPES, Precision
 from .sizes import Sizes
 from .stage import Stage
 
@@ -57,6 +59,15 @@ class Schedule(Directive):
     be written. `zbv` has the memory of `1f1b` and hardly any idle time, `v-half` about half of the activations, `v-min`
     a third. `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
     stages).
+
+    `async` (PipeDream-2BW) changes the algorithm. A rank begins the next step before it ends this one, so a step makes
+    its gradients with the weights before the last update: W(t+1) is W(t), updated by the gradients at W(t-1), and W(-1)
+    is W(0). With p ranks of equal work and 2p - 2 microbatches or more no rank is ever idle; rank r then holds 2(p - r)
+    - 1 microbatches. There must be at least as many microbatches as ranks. Losses, clipping, averages and rates are
+    those of a step's own batch. Checkpoints hold both weights; evaluation and exports take the newest. Steps overlap on
+    the plan's own `data`; a loop that passes batches gives the next one too (`session.step(batch, coming=after)`), or
+    its steps follow each other, with the same numbers. `async` refuses a dynamic loss scale, `offload`, and models
+    whose steps change buffers.
 
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
     with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
@@ -89,6 +100,7 @@ class Schedule(Directive):
         yield from self._check_name(scope)
         yield from self._check_accumulate()
         yield from self._check_batch(scope)
+        yield from self._check_delayed(scope) if self.name in DELAYED else ()
 
     def _misfit(self, stages: int) -> Iterator[Diagnostic]:
         """An error if the schedule does not accept so many stages, microbatches or chunks."""
@@ -155,6 +167,19 @@ class Schedule(Directive):
         if self.microbatches > MOST_WORK and not stages:
             message = f"{self.microbatches} microbatches are over {MOST_WORK:,} forwards"
             yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help="write fewer")
+
+    def _check_delayed(self, scope: Scope) -> Iterator[Diagnostic]:
+        """Errors for what a step cannot have that begins before the one before it has ended."""
+        where = Label(self.arguments.span("schedule"), "read here")
+        for line in (line for line in scope.all(Precision) if line.loss_scale == DYNAMIC):
+            message = f"a step of `{self.name}` begins before it is known whether the one before it is skipped"
+            help_ = "write `precision bf16`, or a number as the loss scale, or `schedule 1f1b`"
+            label = Label(line.arguments.span("loss_scale"))
+            yield Diagnostic(SCHEDULE_MISFIT, message, label, (where,), help=help_)
+        for offload in scope.all(Offload):
+            message = f"`{self.name}` keeps weights and activations of two steps, and files have room for those of one"
+            help_ = "remove the `offload` line, or write `schedule 1f1b`"
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(offload.span), (where,), help=help_)
 
     def _ranks(self, scope: Scope) -> int:
         """The ranks of the pipeline's axis, if the schedule is one of parc's own; else 1."""
