@@ -422,5 +422,6 @@ class Trials:
     def typed(self, request: Request) -> tuple[Placed, Sequence[Reshard], fx.Graph]:
         """Return where values lie under a request, the conversions between them, and the typed graph with these."""
         values = {**values_of(self._captured, request), "graph": self.graph(request)}
-        placing = run_passes(PLACING_PASSES, values)
+        shared = [each for each in PLACING_PASSES if each.changes != "graph"]  # all requests share nodes
+        placing = run_passes(shared, values)
         return placing["placed"], placing["reshards"], placing["typed"]

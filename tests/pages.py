@@ -19,7 +19,7 @@ from pathlib import Path
 import parc
 from parc.cli import main, parse_words
 from parc.compiler.plan.directive import TRAINERS
-from parc.compiler.plan.plan import read_plan
+from parc.compiler.plan.open_plan import read_open
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 from parc.runtime.ranks.work import StepReport
@@ -104,7 +104,7 @@ def plan_faults(block: Block) -> str:
     free = set(re.findall(r"\$(\w+)", text)) - set(re.findall(r"(\w+)=", text))
     lines += [f"let {name}=2" for name in sorted(free)]
     try:
-        read_plan(Source(block.place, "\n".join([text.rstrip("\n"), *lines])))
+        read_open(Source(block.place, "\n".join([text.rstrip("\n"), *lines])), {}).example()
     except PlanError as error:
         return "\n".join(render(diagnostic) for diagnostic in error.diagnostics if diagnostic.is_error)
     return ""

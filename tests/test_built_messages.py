@@ -66,6 +66,7 @@ class Alone(nn.Module):
 """
 SQUARES = (f"S=8\nloss      {LOSS}", 'S=8..40\nloss      "./models.py:squares"(output, targets)')
 GPIPE = ("microbatches", "gpipe microbatches")
+VALUES = " | ".join(map(str, range(1, 9)))
 AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
@@ -74,6 +75,15 @@ COMMANDS = {
     "P0023": Case(lines=TENSOR.replace("tp=2", "\u202etp=2")),
     "P0024": Case(lines="# one more line\n" * 10_000),
     "P0025": Case(lines='include "models.py"\n'),
+    "P0026": Case(lines="let tp=1 | 2\n" + TENSOR.replace("tp=2", "tp=$tp"), words=("build", "tiny.parc")),
+    "P0028": Case(
+        lines=f"let {', '.join(f'x{at}={VALUES}' for at in range(7))}\n" + TENSOR,
+        words=("plan", "tiny.parc", "--ranks", "2", "--cluster", "h100-sxm"),
+    ),
+    "P0029": Case(
+        lines="let tp=1 | 2\n" + TENSOR.replace("tp=2", "tp=$tp"),
+        words=("plan", "tiny.parc", "--ranks", "3", "--cluster", "h100-sxm"),
+    ),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
     "P0134": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit blocks.*.mlp, head\n"),
     "P0135": Case(

@@ -14,11 +14,8 @@ from math import log
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from ...grammar.bounded import read_bounded, real_path
 from ...grammar.nearest import did_you_mean, listed
-from ..layout.sweep import Amount
 
 _SHIPPED = Path(__file__).parent / "clusters"
 _MOST_BYTES = 1 << 20
@@ -191,12 +188,12 @@ class Cluster:
             raise ClusterError(message, f"add `{kind} = ...` to `[peak]` of its file; it has {listed(self.peak)}")
         return self.peak[kind]
 
-    def bandwidth(self, size: Amount) -> Amount:
+    def bandwidth(self, size: Any) -> Any:
         """Return the bytes a second of a line that reads and writes so many bytes; of an array those of each place."""
         if not self.table:
             return self.device.bandwidth * self.device.streaming
-        if isinstance(size, np.ndarray):
-            return np.vectorize(self.bandwidth, otypes=[float])(size)
+        if not isinstance(size, int | float):
+            return 0.0 * size + [self.bandwidth(one) for one in size.tolist()]
         (low, rate), *rest = self.table
         for high, next_rate in rest:
             if size < high:

@@ -12,7 +12,7 @@ from pathlib import Path
 from parc.cli.terminal import say, text_table
 from parc.compiler.build.output_files import write_whole
 from parc.compiler.plan.include import MOST_PLAN_BYTES
-from parc.compiler.plan.plan import read_plan
+from parc.compiler.plan.open_plan import read_open
 from parc.grammar.bounded import read_bounded
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
@@ -55,7 +55,12 @@ _HOST_RANKS = 8  # processes that one machine may run
 
 def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str]:
     """Yield the next commands: those that train a plan for one machine, or show a plan for many."""
-    plan = read_plan(Source(f"{name}.parc", texts[f"{name}.parc"]))
+    path = folder / f"{name}.parc"
+    opened = read_open(Source(f"{name}.parc", texts[f"{name}.parc"], path=path), {})
+    if opened.lets:
+        yield f"next:  parc plan {path} --ranks 64 --cluster h100-sxm -o {folder / 'best.parc'}"
+        return
+    _, plan = opened.example()
     missing = sorted({package for text in texts.values() for package in _imported(text) if find_spec(package) is None})
     if missing:
         yield f"first: pip install {' '.join(missing)}"
@@ -92,7 +97,7 @@ def _plans() -> dict[str, str]:
 
 def _texts(name: str, text: str) -> Mapping[str, str]:
     """Return the files of an example: the plan, and the file of its model."""
-    model = read_plan(Source(f"{name}.parc", text)).model.callable.partition(":")[0]
+    model = read_open(Source(f"{name}.parc", text), {}).example()[1].model.callable.partition(":")[0]
     return {f"{name}.parc": text, model: (files("parc") / "examples" / model).read_text(encoding="utf-8")}
 
 

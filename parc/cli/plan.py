@@ -16,6 +16,7 @@ from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
 
 if TYPE_CHECKING:
+    from parc.searching.pricing import ExactPrices
     from parc.searching.search import Report, SearchResult
 
 
@@ -35,6 +36,10 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", metavar="K", type=positive, default=5, help="the plans to print; default: 5")
     parser.add_argument("--keep-order", action="store_true", help="the axes of the mesh stay in their order")
+    parser.add_argument(
+        "--placements", metavar="AXIS",
+        help="also find which weights of the winner to split over an axis, by integer programming",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the same as JSON on stdout")
     add_defines(parser)
 
@@ -69,11 +74,13 @@ def plan_command(args: argparse.Namespace) -> int:
         say(f"parc plan: `{left[0]} = ?` is what the ranks leave: add `--ranks N`")
         return 2
     with search_bar() as report:
-        outcome = search(opened, ExactPrices(folder, cluster), args.ranks, args.top, args.keep_order, report)
+        outcome = search(opened, prices := ExactPrices(folder, cluster), args.ranks, args.top, args.keep_order, report)
     if args.json:
         print_json(search_json(outcome))
     else:
         print("\n".join(search_words(outcome)))
+    if args.placements:
+        print("\n".join(_placement_words(args.placements, outcome, prices)))
     if args.out is not None:
         from parc.compiler.build.output_files import write_whole
 
@@ -159,6 +166,28 @@ def search_words(outcome: SearchResult) -> Iterator[str]:
     )
     if outcome.stopped:
         yield "the search was stopped: these are the best until then"
+
+
+def _placement_words(axis: str, outcome: SearchResult, prices: ExactPrices) -> Iterator[str]:
+    """Yield the lines that place the winner's weights over an axis, beside what `parc init` proposes.
+
+    Raises:
+        PlanError: the plan is at fault without its own lines, or the solver is not installed.
+    """
+    from parc.proposing.cheapest import cheapest_placements
+
+    plan = outcome.best[0].plan
+    if axis not in plan.mesh:
+        yield f"\nthe mesh has no axis `{axis}`: it has {', '.join(plan.mesh.names)}"
+        return
+    with stages() as progress:
+        found = cheapest_placements(plan, prices.folder, prices.compile(plan), axis, prices.cluster, progress)
+    whose = "found by the program" if found.found else "those of `parc init`: none is cheaper"
+    yield f"\nplacements over {axis}, {whose}:"
+    yield from found.lines or ("none: the axis has one rank",)
+    before, after = (size_text(price.wire_bytes) for price in (found.before, found.after))
+    yield f"{after} are sent over {axis} by a rank in a step, {before} with those of `parc init`"
+    yield f"the solver took {found.seconds_of_solver:.1f} s"
 
 
 def search_json(outcome: SearchResult) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class Ways:
         for part in self.parts[node]:
             wants = tuple(self._type(rule, dims, part, kind) for dims, kind in zip(rule.operands, read, strict=True))
             gives = tuple(self._type(rule, dims, part, "P") for dims in rule.results)
-            if facts(node.target).reduces == "exponentials" and "P" in gives:  # sums and peaks of its rows are exchanged, no more
+            if facts(node.target).reduces == "exponentials" and "P" in gives:  # of its rows sums and peaks are sent
                 size = self._bytes(results[0])
                 sent = self.prices.message("all_reduce", 2 * size) + self.prices.message("row_max", size)
                 ways.append(Way(wants, _all("I", results), sent * self.microbatches, divided=True))

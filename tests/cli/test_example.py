@@ -17,7 +17,10 @@ def test_an_example_is_copied_with_its_model(capsys: Captured, tmp_path: Path) -
     assert {"gpt", "llama"} <= set(names)
     for name in names:
         code, _, err = parc(capsys, "example", name, tmp_path / "new")
-        assert code == 0 and f"\nnext:  parc build {tmp_path / 'new' / name}.parc -o {tmp_path / 'new' / name}\n" in err
+        following = f"build {tmp_path / 'new' / name}.parc -o {tmp_path / 'new' / name}\n"
+        if name.endswith("-open"):
+            following = f"plan {tmp_path / 'new' / name}.parc --ranks "
+        assert code == 0 and f"\nnext:  parc {following}" in err
         assert ("trains it" in err) == (name in LARGE)
         assert parc(capsys, "check", "--static", tmp_path / "new" / f"{name}.parc")[0] == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} >= {"gpt.parc", "gpt.py", "llama.parc", "llama.py"}
