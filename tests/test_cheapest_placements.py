@@ -20,6 +20,7 @@ from parc.grammar.source import Source
 from parc.proposing import integer_program
 from parc.proposing.cheapest import PlacementProblem, Placements, cheapest_placements, without_placements
 from parc.proposing.integer_program import shared_units
+from tests.draws import wide
 from tests.pages import ROOT
 from tests.plan_strategies import plan_text
 from tests.random_layers import Sizes
@@ -114,7 +115,7 @@ def test_all_of_three_layers_are_split_where_every_second_one_sends() -> None:
 # ---- other models
 
 
-@pytest.mark.parametrize("name", ["Vgg", "Mixer", "UNet", "ConvNext", "MobileNet"])
+@pytest.mark.parametrize("name", ["Vgg", "Mixer", wide("UNet"), "ConvNext", "MobileNet"])
 def test_what_is_no_transformer_sends_no_more_than_with_the_lines_of_init(name: str) -> None:
     result = found(net(name, text=IMAGES if name == "UNet" else PICTURES))
     assert not result.before.lacking and result.after.work < 0.6

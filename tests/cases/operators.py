@@ -30,8 +30,6 @@ shard labels [B/dp]
 zero {level} over dp
 """
 REFUSED = {
-    "values at a mask": "P0202",
-    "entries at a mask": "P0202",
     "a number of values": "P0202",
     "ctc": "P0202",
     "bits of numbers": "P0205",
