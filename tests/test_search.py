@@ -4,6 +4,7 @@ where nothing fits."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from parc.compiler.plan.open_plan import OpenPlan, read_open
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
-from parc.searching.estimates import Estimator
+from parc.searching.estimates import Estimator, SizedChoice, StructureKey
 from parc.searching.pricing import ExactPrices, PricedPlan, effect_of
 from parc.searching.search import search
 from parc.searching.shorter import counted_layers
@@ -157,6 +158,29 @@ def test_where_nothing_fits_the_nearest_misses_are_said() -> None:
     assert "4 have a mesh of another number of ranks than 3" in refused(SHALLOW.replace("dp=?", "dp=1"), 3)
     text = refused(SHALLOW, 32)
     assert "none of 4 choices is a plan that fits" in text and "cut by" in text and "do not divide by dp=32" in text
+
+
+def test_axes_that_an_included_file_adds_count_as_ranks(tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    (tmp_path / "more.parc").write_text("let tp=1\nmesh tp=$tp\ncolumn blocks.*.mlp.up over tp\n")
+    text = SHALLOW.replace("mesh dp=$dp, tp=$tp", "mesh dp=$dp").replace("column blocks.*.mlp.up over tp\n", "")
+    text = text.replace("row blocks.*.mlp.down over tp", 'include "more.parc" (tp=$tp)')
+    plan = read_open(Source("open.parc", text, path=tmp_path / "open.parc"), {})
+    outcome = search(plan, ExactPrices(tmp_path, find_cluster("h100-sxm")), 4)
+    assert {one.plan.mesh.world for one in outcome.best} == {4} and outcome.cut["ranks"] == 2
+
+
+def test_a_search_that_is_interrupted_keeps_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = opened(DEEP, pp="4", tp="2", again="none")
+
+    def stopped(estimator: Estimator, structures: Mapping[StructureKey, list[SizedChoice]]) -> Iterator[object]:
+        key, members = next(iter(structures.items()))
+        yield len(members), *estimator.estimates(key, members)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parc.searching.search.each_structure", stopped)
+    outcome = search(plan, ExactPrices(EXAMPLES, find_cluster("h100-sxm")), 16, top=1)
+    assert outcome.stopped and len(outcome.best) == 1
 
 
 def test_what_may_not_be_open_is_said_with_both_lines() -> None:

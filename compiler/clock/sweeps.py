@@ -11,11 +11,10 @@ import numpy as np
 from ..analysis.lifetimes import aliases
 from ..layout.mesh import Mesh
 from ..layout.sweep import Lanes, SizeSweep
-from ..program.binding import Binding
 from ..program.program import Function, Program
 from .lines import Habits
 from .links import Links
-from .programs import InFlight, ProgramClock, ProgramTime
+from .programs import ProgramClock, ProgramTime
 
 
 @dataclass
@@ -57,8 +56,7 @@ class SweptLinks(Links):
 
 
 class SweptProgram(ProgramClock):
-    """The clock of a program on the meshes of a sweep. Its lines may be as many as they are: nothing is compared by
-    text, as arrays have none."""
+    """The clock of a program on the meshes of a sweep. Nothing is compared by text, as arrays have none."""
 
     def __init__(self, program: Program, sweep: SizeSweep, links: SweptLinks) -> None:
         super().__init__(replace(program, mesh=sweep), links, Habits(), views=aliases(program))
@@ -68,10 +66,6 @@ class SweptProgram(ProgramClock):
         if function.name not in self._functions:
             self._functions[function.name] = self._walk(function, {})
         return self._functions[function.name]
-
-    def late(self, function: Function, arriving: Mapping[Binding, InFlight]) -> ProgramTime:
-        """Return the times of a run of a main function with messages under way."""
-        return self.run(function, arriving)
 
 
 def sweep_over(

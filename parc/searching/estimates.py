@@ -166,8 +166,8 @@ class Estimator:
 
     def key_of(self, choice: OpenChoice, sizes: LayoutSizes, fixed: Mapping[str, int] | None = None) -> StructureKey:
         """Return the structure of a choice."""
-        own = {str(size) for size in self.plan.axes.values()} | {name for _, name in self._schedule_words}
-        values = tuple((name, value) for name, value in choice.items() if name not in own)
+        of_sizes = {str(size) for size in self.plan.axes.values()} | {name for _, name in self._schedule_words}
+        values = tuple((name, value) for name, value in choice.items() if name not in of_sizes)
         several = tuple(axis for axis, size in sizes.axes if size > 1)
         return StructureKey(values, several, tuple((fixed or {}).items()))
 
@@ -200,7 +200,7 @@ class Estimator:
             dims = {dim for one in compiled for type_ in one.build.types.values() for dim in type_.shape}
             if all(dim % samples for dim in dims if dim):
                 break
-        return Structure(compiled, self.layers, samples, self.cluster)
+        return Structure(compiled, samples)
 
     def _plan(self, key: StructureKey, prime: int) -> tuple[Plan, int]:
         """Return the plan of a structure, and the samples of its microbatches: so many for each of its ranks.
@@ -361,10 +361,10 @@ class Estimator:
         known: dict[tuple[float, ...], list[int]] = {}
         cuts: list[list[int]] = []
         for number in range(len(lanes)):
-            own = tuple(round(float(np.broadcast_to(one / layer, (len(lanes),))[number]), 2) for one in extra)
-            if own not in known:
-                known[own] = even_cuts(blocks, own, ranks, 1.0)
-            cuts.append(known[own])
+            beside = tuple(round(float(np.broadcast_to(one / layer, (len(lanes),))[number]), 2) for one in extra)
+            if beside not in known:
+                known[beside] = even_cuts(blocks, beside, ranks, 1.0)
+            cuts.append(known[beside])
         of_stage = [np.array([float(cut[stage]) for cut in cuts]) for stage in range(stages)]
         return pipeline(at, of_stage, ranks, live, name, microbatches, chunks), cuts
 
@@ -380,8 +380,8 @@ class Estimator:
 
     def _framework(self, structure: Structure) -> int:
         """Return the framework's own bytes on a device."""
-        own = self.cluster.framework
-        return int(own.context + len(structure.groups) * own.communicator)
+        framework = self.cluster.framework
+        return int(framework.context + len(structure.groups) * framework.communicator)
 
     def _over(self, figures: Figures) -> Rejected | None:
         framework, budget = figures.framework, self.example.budget

@@ -9,6 +9,7 @@ from functools import partial
 
 from parc.compiler.clock.cluster import ClusterError
 from parc.compiler.plan.open_plan import OpenChoice, OpenPlan, open_words
+from parc.compiler.plan.plan import Plan
 from parc.grammar.codes import NO_CHOICE, TOO_MANY_CHOICES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Source
@@ -47,6 +48,15 @@ class SearchResult:
     def keep(self, priced: PricedPlan, top: int) -> None:
         """Keep a plan if it is among the best."""
         self.best = sorted([*self.best, priced], key=lambda one: one.figures.seconds)[:top]
+
+    def misfit(self, plan: Plan) -> Rejected | None:
+        """Return the reason why a closed plan is none of this search: an included file may add axes to its mesh."""
+        world = plan.mesh.world
+        if self.ranks is None or world == self.ranks:
+            return None
+        return Rejected(
+            RANKS, f"a mesh of {world:,} ranks, with the axes of included files: name all in the plan's own"
+        )
 
     def reject(self, choice: OpenChoice, reason: Rejected) -> None:
         """Count a choice that is no plan."""
@@ -111,6 +121,9 @@ def _by_compiling(
         except PlanError as error:
             outcome.reject(choice, rejected(error))
             continue
+        if reason := outcome.misfit(closed):
+            outcome.reject(choice, reason)
+            continue
         effect = effect_of(closed)
         if effect in effects:
             outcome.alike += 1
@@ -142,12 +155,15 @@ def _by_estimates(
     structures = _structures(outcome, choices, estimator)
     estimates: list[Estimate] = []
     done, total = 0, sum(map(len, structures.values()))
-    for number, found, rejections in each_structure(estimator, structures):
-        estimates += found
-        done += number
-        for choice, reason in rejections:
-            outcome.reject(choice, reason)
-        report(done, total, min((one.figures.seconds for one in estimates), default=None))
+    try:
+        for number, of_structure, rejections in each_structure(estimator, structures):
+            estimates += of_structure
+            done += number
+            for choice, reason in rejections:
+                outcome.reject(choice, reason)
+            report(done, total, min((one.figures.seconds for one in estimates), default=None))
+    except KeyboardInterrupt:  # the best so far are still compiled; a second Ctrl-C ends that too
+        outcome.stopped = True
     outcome.priced = len(estimates)
     outcome.structures = len(structures)
     estimates.sort(key=lambda one: one.figures.seconds)
@@ -163,7 +179,8 @@ def _by_estimates(
 
         def price(one: Estimate = one, closed: Source = closed) -> PricedPlan | Rejected:
             try:
-                return prices.price(one.choice, outcome.plan.read(closed), True, one.figures)
+                plan = outcome.plan.read(closed)
+                return outcome.misfit(plan) or prices.price(one.choice, plan, True, one.figures)
             except PlanError as error:
                 return rejected(error)
 

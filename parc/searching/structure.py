@@ -16,8 +16,7 @@ import numpy as np
 
 from parc.compiler.analysis.communication import placed_messages
 from parc.compiler.analysis.liveness import Liveness, local_bytes
-from parc.compiler.clock.cluster import Cluster
-from parc.compiler.clock.programs import InFlight, ProgramTime
+from parc.compiler.clock.programs import InFlight
 from parc.compiler.clock.sweeps import SweptLinks, SweptProgram
 from parc.compiler.layout.sweep import SizeSweep, greatest
 from parc.compiler.program.actions import (
@@ -35,7 +34,6 @@ from parc.compiler.schedules import timelines
 from parc.compiler.schedules.timeline import peak_live
 from parc.compiling.compiled import Compiled
 from parc.report import memory_of, states_of
-from parc.searching.shorter import Layers
 from parc.step_time import update_seconds
 
 STAGES, MIDDLE = 4, (2, 3)
@@ -105,9 +103,7 @@ class Structure:
     microbatch in its programs."""
 
     compiled: Sequence[Compiled]
-    layers: Layers
     samples: int
-    cluster: Cluster
 
     @property
     def staged(self) -> bool:
@@ -122,11 +118,10 @@ class Structure:
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """The groups of axes that messages travel over."""
-        roles = [(compiled, role) for compiled in self.compiled for role in compiled.build.roles.values()]
-        found = {
-            compiled.mesh.spread(placed.message.axes) for compiled, role in roles for _, placed in placed_messages(role)
-        }
-        return sorted(found)
+        return sorted({
+            compiled.mesh.spread(placed.message.axes)
+            for compiled, role in self._roles() for _, placed in placed_messages(role)
+        })  # fmt: skip
 
     def _roles(self) -> list[tuple[Compiled, Role]]:
         """Return the roles in the order of their stages, each with the compilation that it is from."""
@@ -180,14 +175,14 @@ class Structure:
             if not seen:
                 time = clock.run(clock.program.main)
                 parts.before = parts.before + time.seconds
-                arriving = {**arriving, **_at_end(time)}
+                arriving = {**arriving, **time.left}
         arriving = {}
         for kind, action in lasts.items():
             clock = clocks[action.program_in(role.programs)]
             if action.accumulates and clock.program.last is not None:
                 time = clock.run(clock.program.last)
                 parts.last = parts.last + time.seconds - parts.work[kind]
-                arriving = {**arriving, **_at_end(time)}
+                arriving = {**arriving, **time.left}
         for action in role.actions:
             key = action.program_in(role.programs)
             if action.works or action.message is not None or ACTIONS[action.kind].place != "after" or key not in clocks:
@@ -281,18 +276,13 @@ def _needed(arriving: Mapping[Binding, InFlight], program: Program) -> dict[Bind
     return {key: message for key, message in arriving.items() if key in bindings}
 
 
-def _at_end(time: ProgramTime) -> dict[Binding, InFlight]:
-    """Return what a program leaves under way, from its end on."""
-    return {key: replace(message) for key, message in time.left.items()}
-
-
 def _saved_bytes(program: Program, swept: Program) -> Any:
     """Return the bytes that a program keeps for a later one of its microbatch, each storage once; on the meshes of the
     same program as it is ``swept``."""
     main = program.main
     root = Liveness(program).root(main)
-    own = {root[value.name] for value in main.parameters if value.binding is not None and value.name in root}
-    values, seen, total = main.values(), set(own), 0.0
+    seen = {root[value.name] for value in main.parameters if value.binding is not None and value.name in root}
+    values, total = main.values(), 0.0
     for binding, name in main.returns:
         if binding.home == "stage" and root.get(name, name) not in seen:
             seen.add(root.get(name, name))
