@@ -13,7 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from tests.runtime.tiny import DATA, build
@@ -37,11 +40,16 @@ main()
 WAYS = ("destroy", "close, destroy", "close", "neither")
 
 
-def ended(folder: Path, way: str) -> list[tuple[int, str]]:
-    """Run the loop on two ranks. Return the exit code and the output of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def free_ports() -> Iterator[int]:
+    """Yield ports that no other run takes: the system hands out none below 32768, and each is yielded once."""
+    for port in range(20_000, 32_000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):  # nobody listens
+                yield port
+
+
+def ended(folder: Path, way: str, port: int) -> list[tuple[int, str]]:
+    """Run the loop on two ranks that meet at the port. Return the exit code and the output of each."""
     ranks = []
     for rank in range(2):
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -65,7 +73,8 @@ def main() -> int:
         build(folder, DATA)
         (folder / "loop.py").write_text(LOOP)
         ways = [WAYS[run % len(WAYS)] for run in range(args.runs)]
-        for way, ranks in zip(ways, pool.map(lambda way: ended(folder, way), ways), strict=True):
+        ports = islice(free_ports(), args.runs)
+        for way, ranks in zip(ways, pool.map(partial(ended, folder), ways, ports), strict=True):
             if any(code for code, _ in ranks):
                 wrong[way] += 1
                 print(
