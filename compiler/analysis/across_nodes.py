@@ -8,6 +8,7 @@ share what enters and leaves the node. A rank has one NIC, or its equal part of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,14 @@ class NodeSpread:
         return NodeSpread(members, min(members, self.nodes), max(1, self.inside * members // self.ranks))
 
 
+def _strides(mesh: Mesh, order: Sequence[str]) -> dict[str, int]:
+    """Return by how many ranks neighbours along each axis are apart."""
+    strides, stride = dict[str, int](), 1
+    for axis in reversed(order or mesh.names):
+        strides[axis], stride = stride, stride * mesh.size(axis)
+    return strides
+
+
 def offsets_of(mesh: Mesh, axes: Iterable[str], order: Sequence[str] = ()) -> list[int]:
     """Return the ranks of the group of rank 0 over some axes, in their order. ``order`` is that of all axes on ranks,
     the innermost last; that of the mesh if it is left out.
@@ -46,9 +55,7 @@ def offsets_of(mesh: Mesh, axes: Iterable[str], order: Sequence[str] = ()) -> li
     >>> offsets_of(Mesh.parse("pp=2, dp=2, tp=2"), ["pp", "tp"])
     [0, 1, 4, 5]
     """
-    strides, stride = dict[str, int](), 1
-    for axis in reversed(order or mesh.names):
-        strides[axis], stride = stride, stride * mesh.size(axis)
+    strides = _strides(mesh, order)
     offsets = np.zeros(1, np.int64)
     for part in mesh.spread(axes):
         offsets = np.add.outer(offsets, strides[part] * np.arange(mesh.size(part))).reshape(-1)
@@ -61,9 +68,16 @@ def place_of(mesh: Mesh, axes: Iterable[str], node: int, order: Sequence[str] = 
     >>> place_of(Mesh.parse("pp=2, dp=4, tp=2"), ["dp"], 4), place_of(Mesh.parse("dp=4, tp=2"), ["tp"], 4)
     (NodeSpread(ranks=4, nodes=2, inside=2), NodeSpread(ranks=2, nodes=1, inside=2))
     """
-    offsets = np.array(offsets_of(mesh, axes, order))
-    _, members = np.unique(offsets // node, return_counts=True)
-    return NodeSpread(len(offsets), len(members), int(members.max()))
+    strides, parts = _strides(mesh, order), mesh.spread(axes)
+    ranks = math.prod(mesh.size(part) for part in parts)
+    spans = [(strides[part], strides[part] * mesh.size(part)) for part in parts]
+    if all(
+        node % end == 0 or (end % node == 0 and (node % stride == 0 or stride % node == 0)) for stride, end in spans
+    ):
+        inside = math.prod(min(end, max(stride, node)) // stride for stride, end in spans)  # no axis is cut unevenly
+        return NodeSpread(ranks, ranks // inside, inside)
+    _, members = np.unique(np.array(offsets_of(mesh, axes, order)) // node, return_counts=True)
+    return NodeSpread(ranks, len(members), int(members.max()))
 
 
 @dataclass(frozen=True, slots=True)

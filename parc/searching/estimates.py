@@ -66,11 +66,15 @@ class Estimate:
     cuts: tuple[int, ...] = ()
 
 
+AxisSizes = tuple[tuple[str, int], ...]
+"""The ranks along each axis, in the order of a plan's mesh."""
+
+
 class LayoutSizes(NamedTuple):
     """The sizes of a choice: the ranks along each axis, the microbatches, and, with a pipeline, its schedule and the
     stages of a rank."""
 
-    axes: tuple[tuple[str, int], ...]
+    axes: AxisSizes
     microbatches: int
     schedule: str
     chunks: int
@@ -90,10 +94,10 @@ Rejection = tuple[OpenChoice, Rejected]
 
 
 class _Place(NamedTuple):
-    """A place of a sweep: a choice with its sizes, in one order of its mesh, on its links."""
+    """A place of a sweep: the ranks along each axis, the microbatches, and the links in one order of the mesh."""
 
-    choice: OpenChoice
-    sizes: LayoutSizes
+    axes: AxisSizes
+    microbatches: int
     order: tuple[str, ...]
     links: Links
 
@@ -258,38 +262,44 @@ class Estimator:
             structure = self.structure(key)
         except PlanError as error:
             return [], [(choice, rejected(error)) for choice, _ in choices]
-        places = [_Place(choice, sizes, order, links)
-                  for choice, sizes in choices for order, links in self._placed(structure, sizes)]  # fmt: skip
+        orders = {axes: [*self._placed(structure, axes)] for axes in dict.fromkeys(sizes.axes for _, sizes in choices)}
+        places = [_Place(axes, microbatches, order, links)
+                  for axes, microbatches in dict.fromkeys(sizes[:2] for _, sizes in choices)
+                  for order, links in orders[axes]]  # fmt: skip
         step = self._swept(structure, key, places)
+        lanes: dict[tuple[object, int], list[int]] = {}
+        for at, place in enumerate(places):
+            lanes.setdefault(place[:2], []).append(at)
         result: list[Estimate] = []
         rejections: dict[int, Rejection] = {}
-        alike: dict[tuple[int, int, str, int], list[int]] = {}
-        apart: dict[StructureKey, dict[int, SizedChoice]] = {}
-        for at, (choice, sizes, _, _) in enumerate(places):
-            ranks, fixed = dict(sizes.axes), dict(key.fixed)
-            odd = next((axis for axis, lanes in step.uneven.items() if lanes[at]), None)
-            wrong = {axis: ranks[axis] for axis, lanes in step.short.items()
-                     if axis in key.several and axis not in fixed and lanes[at]}  # fmt: skip
+        alike: dict[tuple[int, int, str, int], list[tuple[OpenChoice, int]]] = {}
+        apart: dict[StructureKey, list[SizedChoice]] = {}
+        for choice, sizes in choices:
+            ranks, fixed, at = dict(sizes.axes), dict(key.fixed), lanes[sizes[:2]][0]
+            odd = next((axis for axis, places in step.uneven.items() if places[at]), None)
+            wrong = {axis: ranks[axis] for axis, places in step.short.items()
+                     if axis in key.several and axis not in fixed and places[at]}  # fmt: skip
             if odd is not None:
                 words = (
                     f"{self.batch / sizes.microbatches:g} samples of a microbatch do not divide by {odd}={ranks[odd]}"
                 )
                 rejections[id(choice)] = choice, Rejected("batch", words)
             elif wrong:
-                apart.setdefault(self.key_of(choice, sizes, fixed | wrong), {})[id(choice)] = choice, sizes
+                apart.setdefault(self.key_of(choice, sizes, fixed | wrong), []).append((choice, sizes))
             else:
-                alike.setdefault((ranks.get(self.pipe, 1), *sizes[1:]), []).append(at)
-        for (pipe, microbatches, name, chunks), lanes in alike.items():
-            time, cuts = self._timed(step, np.array(lanes), pipe, microbatches, name, chunks)
-            for number, at in enumerate(lanes):
-                place, figures = places[at], self._figures(time, number, structure)
+                timed = alike.setdefault((ranks.get(self.pipe, 1), *sizes[1:]), [])
+                timed += [(choice, at) for at in lanes[sizes[:2]]]
+        for (pipe, microbatches, name, chunks), timed in alike.items():
+            time, cuts = self._timed(step, np.array([at for _, at in timed]), pipe, microbatches, name, chunks)
+            for number, (choice, at) in enumerate(timed):
+                figures = self._figures(time, number, structure)
                 if reason := self._over(figures):
-                    rejections[id(place.choice)] = place.choice, reason
+                    rejections[id(choice)] = choice, reason
                 else:
-                    result.append(Estimate(place.choice, place.order, figures, tuple(cuts[number])))
+                    result.append(Estimate(choice, places[at].order, figures, tuple(cuts[number])))
         several = [*rejections.values()]
         for of_size, members in apart.items():
-            estimates, more = self.estimates(of_size, [*members.values()])
+            estimates, more = self.estimates(of_size, members)
             result += estimates
             several += more
         return result, several
@@ -302,35 +312,35 @@ class Estimator:
 
     def _swept(self, structure: Structure, key: StructureKey, places: Sequence[_Place]) -> SweptStep:
         """Return the quantities of a structure's step at places."""
-        axes = {axis: np.array([float(dict(place.sizes.axes)[axis]) for place in places]) for axis in key.several}
-        samples = np.array([self.batch / place.sizes.microbatches for place in places])
+        axes = {axis: np.array([float(dict(place.axes)[axis]) for place in places]) for axis in key.several}
+        samples = np.array([self.batch / place.microbatches for place in places])
         storing = {line.axis.text for line in self.example.zero}
         mesh = structure.compiled[0].mesh
         sweep = sweep_over(mesh, axes, structure.samples, samples, structure.padded, storing)
         return structure.swept(sweep, SweptLinks.of([place.links for place in places]))
 
-    def _placed(self, structure: Structure, sizes: LayoutSizes) -> Iterator[tuple[tuple[str, ...], Links]]:
+    def _placed(self, structure: Structure, axes: AxisSizes) -> Iterator[tuple[tuple[str, ...], Links]]:
         """Yield the orders of a mesh, one of those in which all groups lie on nodes alike."""
-        mesh = self._mesh(structure, sizes)
+        mesh = self._mesh(structure, axes)
         node = self.example.node.ranks if self.example.node is not None else self.cluster.ranks
-        names = tuple(axis for axis, _ in sizes.axes)
+        names = tuple(axis for axis, _ in axes)
         cluster = self.cluster.shared_by(min(mesh.world, node))
         seen = set[object]()
         orders = [names] if self.keep_order else [names, *permutations(names)]
         for order in orders:
             with suppress(UnevenNodes):
                 if order != names:
-                    node_levels(Mesh(tuple((axis, dict(sizes.axes)[axis]) for axis in order)), node)
+                    node_levels(Mesh(tuple((axis, dict(axes)[axis]) for axis in order)), node)
                 links = Links(mesh, cluster, node, mesh.spread(order))
                 place = tuple(links.place(axes) for axes in structure.groups)
                 if place not in seen:
                     seen.add(place)
                     yield order, links
 
-    def _mesh(self, structure: Structure, sizes: LayoutSizes) -> Mesh:
+    def _mesh(self, structure: Structure, axes: AxisSizes) -> Mesh:
         """Return the mesh of sizes, with axes factored as those of the structure."""
         shape = structure.compiled[0].mesh
-        mesh = Mesh(sizes.axes)
+        mesh = Mesh(axes)
         factors = {axis: [shape.size(part) for part in shape.parts(axis)] for axis, _ in shape.factored}
         return mesh.factor(factors) if factors else mesh
 

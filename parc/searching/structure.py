@@ -1,7 +1,7 @@
 """Structures: a plan compiled for a short model on a few ranks, whose programs tell the time and the memory of whole
 models on many meshes.
 
-Of a pipeline it has four stages: the first, two in the middle with two and three blocks, and the last. What a block
+Of a pipeline it has four stages: the first, two in the middle with one and two blocks, and the last. What a block
 adds is the difference of those in the middle; what the first and the last stage have beside blocks follows.
 """
 
@@ -36,9 +36,9 @@ from parc.compiling.compiled import Compiled
 from parc.report import memory_of, states_of
 from parc.step_time import update_seconds
 
-STAGES, MIDDLE = 4, (2, 3)
+STAGES, MIDDLE = 4, (1, 2)
 """The stages of a structure with a pipeline, and the blocks of those in the middle."""
-SHORT = 3, 5
+SHORT = 2, 3
 """The blocks of the two models of a structure without a pipeline."""
 
 

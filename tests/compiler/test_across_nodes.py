@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from random import Random
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
-from parc.compiler.analysis.across_nodes import ALGORITHMS, NodeSpread, across_rows, nic_bytes, place_of
+from parc.compiler.analysis.across_nodes import ALGORITHMS, NodeSpread, across_rows, nic_bytes, offsets_of, place_of
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.mesh import Mesh
 
@@ -76,3 +80,14 @@ def test_a_group_inside_a_node_sends_nothing_to_others() -> None:
     (only,) = across_rows([row("all_reduce", 960, 4), {**row("all_reduce", 960, 2), "axis": "tp"}], mesh, 4)
     assert (only["axis"], only["bytes"], only["nodes"]) == ("dp", 480, 2)
     assert place_of(mesh, ["tp"], 4, order=("tp", "pp", "dp")).nodes == 2
+
+
+@given(some.lists(some.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4), some.sampled_from([1, 3, 4, 8, 72]),
+       some.randoms(use_true_random=False))  # fmt: skip
+def test_a_place_counts_the_nodes_of_all_ranks_of_its_group(sizes: list[int], node: int, random: Random) -> None:
+    mesh = Mesh(tuple((f"axis{at}", size) for at, size in enumerate(sizes)))
+    order = random.sample(mesh.names, len(sizes))
+    axes = random.sample(mesh.names, random.randint(1, len(sizes)))
+    offsets = np.array(offsets_of(mesh, axes, order))
+    members = np.unique_counts(offsets // node).counts
+    assert place_of(mesh, axes, node, order) == NodeSpread(len(offsets), len(members), int(members.max()))
