@@ -17,17 +17,20 @@ import re
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parc.compiler.clock.cluster import Cluster, find_cluster
 from parc.compiler.clock.lines import Habits
+from parc.compiler.program.actions import Action, accumulation
+from parc.compiler.program.roles import SINGLE
+from parc.compiler.schedules import kinds_of_stages, problem, timelines
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
@@ -79,13 +82,17 @@ which compiles nothing."""
 
 GPUS = (
     ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),
-    ("GB200", "gb200-nvl72"), ("B200", "b200"),
+    ("GB200", "gb200-nvl72"), ("B200", "b200"), ("V100", "v100-dgx2"),
 )  # fmt: skip
 PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp16/bf16": "bf16", "amp_bf16/DEFAULT": "bf16", "bf16/PURE": "bf16"}
 """The types of parc that rows' types are priced as: float16 and bfloat16 have one peak and one size."""
 FILLED = {"vocab": "51200", "micro_batch": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "0", "tp": "1",
           "pp": "1"}  # fmt: skip
 """The value of an empty field."""
+SCHEDULES = {"ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+"""The names here of schedules that are not 1F1B, with one chunk or several."""
+WITHOUT_BARRIER = ("ZB-2p",)
+"""The schedules in which a step begins before all ranks have ended the one before."""
 ZERO = {"0": 0, "0?": 0, "": 0, "1": 1, "2": 2, "3": 3, "HSDP": 3, "RS": 2, "3 (MiCS, 128-GPU shard groups)": 3}
 
 
@@ -95,18 +102,24 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A row as a plan: its text, the clusters and the habits, and what is extrapolated: the layers of a chunk."""
+    """A row as a plan: its text, the clusters and the habits, what is extrapolated, the layers of a chunk, and what
+    follows from a compiled step of fewer microbatches: the actions of the whole one."""
 
     text: str
+    schedule: str
+    """The name of its schedule, "" without a pipeline."""
+    microbatches: int
+    ranks: int
+    """The ranks of its pipeline."""
     cluster: str
     node: int
     nic: float
     habits: Habits
     layers: int
     """The most layers of a chunk."""
-    chunks: int
+    stages: int
     missing: int
-    """The layers by which all chunks together have fewer: the last and the first chunks have one less."""
+    """The layers by which all stages together have fewer: the last and the first chunks have one less."""
     samples: int
 
 
@@ -127,6 +140,8 @@ class Shape:
     tp: int
     pp: int
     cp: int
+    schedule: str
+    """The name of its schedule, "" without a pipeline."""
     count: int
     """Microbatches."""
     chunks: int
@@ -152,14 +167,17 @@ class Shape:
         if pp > 1 and ("interleaved" in row["schedule"] or row["schedule"] == "1F1B-I"):
             most = math.ceil(number(row, "layers") / pp)
             chunks = most if row["vpp"].startswith("max") else number(row, "vpp")
-        if pp > 1 and (count % pp if chunks > 1 else count < pp):
-            raise Inexpressible("too few microbatches for the stages, or no multiple of them")
+        plain = "interleaved" if chunks > 1 else "1f1b" if count > 1 else "gpipe"  # of one microbatch they are equal
+        schedule = SCHEDULES.get(row["schedule"], plain) if pp > 1 else ""
+        if reason := problem(schedule, pp * chunks, count, chunks) if schedule else None:
+            raise Inexpressible(reason)
         heads = number(row, "heads")
         kv_heads = number(row, "kv_heads") if row["kv_heads"] else heads
         if number(row, "hidden") % heads or heads % tp or (kv_heads % tp and tp % kv_heads):
             raise Inexpressible("heads that the ranks do not divide")
         ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * number(row, "hidden")
-        return cls(dp, tp, pp, cp, count, chunks, heads, kv_heads, ffn, row["gated_mlp"] not in ("", "0", "0.0"))
+        gated = row["gated_mlp"] not in ("", "0", "0.0")
+        return cls(dp, tp, pp, cp, schedule, count, chunks, heads, kv_heads, ffn, gated)
 
 
 def case_of(row: Row) -> Case:
@@ -175,9 +193,8 @@ def case_of(row: Row) -> Case:
     if row["precision"] not in PRECISIONS:
         raise Inexpressible(f"products in {row['precision']}")
     if row["family"] == "moe" or number(row, "ep") > 1:
-        raise Inexpressible("experts")
-    if row["schedule"].startswith("ZB"):
-        raise Inexpressible(f"the schedule {row['schedule']}")
+        latent = row["kv_heads"] == "MLA"
+        raise Inexpressible(f"experts: no column gives the size of {'latent' if latent else 'the heads of'} attention")
     shape = Shape.of(row)
     text = "\n".join([*_model_lines(row, shape, system), *_placements(row, shape, system)])
     node = number(row, "gpus_per_node") if row["gpus_per_node"] else 8
@@ -185,7 +202,11 @@ def case_of(row: Row) -> Case:
     stages = shape.pp * shape.chunks
     each = math.ceil(number(row, "layers") / stages)
     missing = each * stages - number(row, "layers")
-    return Case(text, cluster, node, nic, system.habits, each, stages, missing, number(row, "global_batch"))
+    habits = replace(system.habits, barrier=row["schedule"] not in WITHOUT_BARRIER)
+    return Case(
+        text, shape.schedule, shape.count, shape.pp, cluster, node, nic, habits, each, stages, missing,
+        number(row, "global_batch"),
+    )  # fmt: skip
 
 
 def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
@@ -198,7 +219,7 @@ def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
     yield (f'model "./predict_models.py:Transformer" (layers=$layers, width={width}, heads={shape.heads},'
            f" kv_heads={shape.kv_heads}, ffn={shape.ffn}, vocab={vocab}, length={length}, {flags})")  # fmt: skip
     yield from ("input tokens int64 [B, S]", "input targets int64 [B, S]")
-    yield f"sizes B={number(row, 'global_batch')}, S={length}"
+    yield f"sizes B=$batch, S={length}"
     yield from ("loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1")
     yield f"precision {PRECISIONS[row['precision']]}"
 
@@ -207,9 +228,8 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
     """Yield the lines that place the model and order its work. Megatron's ranks lie as here: tensors innermost."""
     yield f"mesh pp={shape.pp}, dp={shape.dp}, cp={shape.cp}, tp={shape.tp}"
     yield "shard tokens, targets [B/dp, _]"
-    name = "interleaved" if shape.chunks > 1 else "1f1b" if shape.pp > 1 else ""
     chunks = f" chunks {shape.chunks}" if shape.chunks > 1 else ""
-    yield f"schedule {name} microbatches {shape.count}{chunks}"
+    yield f"schedule {shape.schedule} microbatches $count{chunks}"
     if shape.pp * shape.chunks > 1:
         yield "$cuts"
     if shape.tp > 1:
@@ -233,7 +253,8 @@ def cluster_of(case: Case) -> Cluster:
     """Return the cluster of a row, with its own NIC and node."""
     cluster = find_cluster(case.cluster)
     network = replace(cluster.network, bandwidth=case.nic) if case.nic else cluster.network
-    return replace(cluster, network=network, ranks=case.node)
+    peak = {"bf16": cluster.peak["fp16"], **cluster.peak}  # `PRECISIONS`
+    return replace(cluster, network=network, ranks=case.node, peak=peak)
 
 
 # ---- compiling and pricing
@@ -259,17 +280,42 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     from parc.grammar.source import Source
     from parc.step_time import update_seconds
 
-    layers, cuts = _cuts(each, case.chunks, case.missing)
-    text = case.text.replace("$cuts", cuts)
+    layers, cuts = _cuts(each, case.stages, case.missing)
+    few = _few(case)
+    sizes = f"layers={layers}, count={few}, batch={case.samples // case.microbatches * few}"
+    text = f"let {sizes}\n{case.text.replace('$cuts', cuts)}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = read_plan(Source("row.parc", f"let layers={layers}\n{text}\n"), {})
-        build = _build(plan, f"layers={layers}\n{text}")
+        plan = read_plan(Source("row.parc", text), {})
+        build = _build(plan, text)
+    roles = {
+        name: replace(role, actions=_actions(case, case.microbatches, role.programs)[name])
+        for name, role in build.roles.items()
+    }
     cluster = cluster_of(case)
     links = Links(build.mesh, cluster, case.node)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
-    time = StepClock(build.roles, links, case.habits, updates).run()
+    time = StepClock(roles, links, case.habits, updates).run()
     return time.seconds, time.parts(time.longest)
+
+
+def _actions(case: Case, microbatches: int, programs: Collection[str]) -> dict[str, tuple[Action, ...]]:
+    """Return the actions of each role in a step of so many microbatches, of the kinds that have programs."""
+    if not case.schedule:
+        return {SINGLE: accumulation(microbatches, also=programs)}
+    return timelines(
+        case.schedule, case.stages, microbatches, case.stages // case.ranks, also=programs, as_run=True
+    )  # fmt: skip
+
+
+def _few(case: Case) -> int:
+    """Return the microbatches of the step that is compiled: few, with the same kinds of work on each stage."""
+    few = min(2 * case.ranks, case.microbatches)
+    if not case.schedule:
+        return few
+    kinds = [kinds_of_stages(case.schedule, case.stages, count, case.stages // case.ranks)
+             for count in (few, case.microbatches)]  # fmt: skip
+    return few if kinds[0] == kinds[1] else case.microbatches
 
 
 def _cuts(each: int, chunks: int, missing: int) -> tuple[int, str]:
@@ -319,6 +365,11 @@ def price_case(case: Case) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     return {"s": seconds, "parts": parts}
+
+
+def price_cases(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return the predictions of rows whose compiled steps are the same, one after the other: the first compiles."""
+    return [price_case(case) for case in cases]
 
 
 # ---- figures
@@ -411,6 +462,13 @@ def tables(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
                f" {statistics.mean(loss for _, loss in values):7.1%}")  # fmt: skip
 
 
+def orders(rows: Sequence[tuple[Row, Case, float]]) -> Iterator[str]:
+    """Yield the schedules of each group that differs in nothing else, by predicted time, with the measured one."""
+    for group in sorted({row["rank_group"] for row, _, _ in rows if row["rank_group"].startswith("zb-")}):
+        of = sorted((s, row["schedule"], row["iter_time_s"]) for row, _, s in rows if row["rank_group"] == group)
+        yield f"{group:16} " + " < ".join(f"{name} {s:.3f} s ({float(measured):.3f})" for s, name, measured in of)
+
+
 SCALE = ((512, 1152, 24.49), (2048, 1152, 25.26), (2432, 1216, 25.40), (2560, 1120, 25.57), (8192, 1536, 27.64))
 """MLPerf's training of Llama 3.1 405B in FP8 on H100: GPUs, sequences of a batch, and GPU seconds of a sequence."""
 
@@ -445,7 +503,7 @@ def main() -> int:
             print(text, flush=True)
         return 0
     with open(args.csv, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+        rows: list[Row] = [row for row in csv.DictReader(file) if args.source in row["source"]]
     cases: list[tuple[Row, Case]] = []
     left: dict[str, list[str]] = {}
     for row in rows:
@@ -455,9 +513,14 @@ def main() -> int:
             cases.append((row, case_of(row)))
         except Inexpressible as reason:
             left.setdefault(str(reason), []).append(row["id"])
+    groups: dict[str, list[tuple[Row, Case]]] = {}
+    for row, case in cases:
+        groups.setdefault(case.text, []).append((row, case))
+    batches = sorted(groups.values(), key=lambda batch: -batch[0][1].stages)
     priced: list[tuple[Row, Case, float]] = []
     with ProcessPoolExecutor(args.workers) as pool:
-        for (row, case), result in zip(cases, pool.map(price_case, [c for _, c in cases]), strict=True):
+        every = pool.map(price_cases, [[case for _, case in batch] for batch in batches])
+        for (row, case), result in chain.from_iterable(map(zip, batches, every)):
             if "error" in result:
                 left.setdefault(result["error"], []).append(row["id"])
                 continue
@@ -467,10 +530,12 @@ def main() -> int:
                 print(f"{row['id']:40} {float(row['iter_time_s']):9.3f} {result['s']:9.3f}"
                       f" {result['s'] / float(row['iter_time_s']) - 1:+7.1%}  {shares}", flush=True)  # fmt: skip
     print("\n".join(tables(priced)))
+    if lines := [*orders(priced)]:
+        print("\nschedules by predicted time (measured)", *lines, sep="\n")
     print(f"\n{SET_ON}")
-    print(f"\n{len(priced)} of {len(rows)} rows priced; the others:")
-    for reason, names in sorted(left.items(), key=lambda pair: -len(pair[1])):
-        print(f"{len(names):4} {reason}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
+    print(f"\n{len(priced)} of {len(rows)} rows priced{'; the others:' if left else ''}")
+    for why, names in sorted(left.items(), key=lambda pair: -len(pair[1])):
+        print(f"{len(names):4} {why}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
     return 0
 
 

@@ -40,6 +40,9 @@ class Habits:
     """False where sums of gradients, and gathers of weights, start when all else is done, and are awaited at once."""
     blocking_sends: bool = False
     """True where a stage waits until the next one has its results."""
+    barrier: bool = True
+    """False where a rank begins the next step without waiting for others: the norm over all is looked at later, and
+    the update taken back if it should not have been made."""
     own_norms: bool = False
     """True where norms are kernels of their own beside fused lines, as in apex and Transformer Engine."""
     half_gradients: bool = False

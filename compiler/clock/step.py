@@ -18,6 +18,9 @@ from .lines import Habits
 from .links import Links
 from .programs import STEP_PARTS, InFlight, MessageTime, ProgramClock, ProgramTime, Spent
 
+_SETTLED = 3
+"""The steps after which ranks that do not wait for each other between steps begin each as late as in the one before."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -55,6 +58,8 @@ class _RoleClock:
     at: int
     """Its coordinate on the pipeline's axis."""
     now: float = 0.0
+    begun: float = 0.0
+    """The time at which its step begins."""
     done: list[TimeSpan] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     arriving: dict[Binding, InFlight] = field(default_factory=dict)
@@ -66,6 +71,11 @@ class _RoleClock:
 
     def __post_init__(self) -> None:
         self.last = {action.stage: action for action in one_step(self.role.actions) if action.accumulates}
+
+    def begin(self, origin: float) -> None:
+        """Begin a step, whose times are from an origin on."""
+        self.now = self.begun = self.now - origin
+        self.done, self.spent, self.runs, self.late = [], Spent(), Counter(), defaultdict(float)
 
     def end(self, action: Action, until: float) -> None:
         """Note that an action ends."""
@@ -105,7 +115,7 @@ class StepClock:
     def _joint_kinds(self) -> Mapping[str, frozenset[str]]:
         """Return the kinds of actions whose programs meet those of other roles, each with the roles that have it."""
         kinds: dict[str, set[str]] = {}
-        for name, clock in self._roles.items():
+        for name, clock in self._roles.items() if self.habits.barrier else ():
             for program in clock.programs.values():
                 lines = (line for function in program.functions for line in function.lines if line.op in COLLECTIVES)
                 if self._axis and any(self._axis in COLLECTIVES[line.op].axes(line.args[1:]) for line in lines):
@@ -113,11 +123,33 @@ class StepClock:
         return {kind: frozenset(names) for kind, names in kinds.items() if not ACTIONS[kind].works}
 
     def run(self) -> StepTime:
-        """Return the time of a step.
+        """Return the time of a step; without a barrier that of one among many.
 
         Raises:
             ValueError: an order that never ends.
         """
+        for _ in range(1 if self.habits.barrier else _SETTLED):
+            self._play()
+        seconds = max(clock.now - clock.begun for clock in self._roles.values())
+        for clock in self._roles.values():
+            clock.spent.parts["bubble"] += seconds - (clock.now - clock.begun)
+            for (key, last), times in clock.runs.items():
+                program = clock.programs[key]
+                self._spend(clock, program, clock.clocks[key].run(program.mains[0] if last else program.main), times)
+        spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
+        roles = self._roles.items()
+        return StepTime(
+            seconds, {name: clock.spent for name, clock in roles}, Timeline(spans),
+            {name: clock.clocks for name, clock in roles}, {name: clock.late for name, clock in roles}, self._sends,
+        )  # fmt: skip
+
+    def _play(self) -> None:
+        """Play a step. Each role begins when it has ended the one before, and times are from the first begin on."""
+        origin = min(clock.now for clock in self._roles.values())
+        for clock in self._roles.values():
+            clock.begin(origin)
+        self._wire = {wire: free - origin for wire, free in self._wire.items()}
+        self._sent, self._sends, self._reached = {}, {}, {}
         moved = True
         while moved:
             moved = False
@@ -128,18 +160,6 @@ class StepClock:
                     moved = True
         if stuck := [name for name, clock in self._roles.items() if len(clock.done) < len(clock.role.actions)]:
             raise ValueError(f"the order of actions never ends: {', '.join(stuck)}")
-        end = max(clock.now for clock in self._roles.values())
-        for clock in self._roles.values():
-            clock.spent.parts["bubble"] += end - clock.now
-            for (key, last), times in clock.runs.items():
-                program = clock.programs[key]
-                self._spend(clock, program, clock.clocks[key].run(program.mains[0] if last else program.main), times)
-        spans = {name: tuple(clock.done) for name, clock in self._roles.items()}
-        roles = self._roles.items()
-        return StepTime(
-            end, {name: clock.spent for name, clock in roles}, Timeline(spans),
-            {name: clock.clocks for name, clock in roles}, {name: clock.late for name, clock in roles}, self._sends,
-        )  # fmt: skip
 
     def _do(self, name: str, clock: _RoleClock, action: Action) -> bool:
         """Do an action, if what it waits for has happened."""

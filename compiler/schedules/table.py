@@ -6,6 +6,9 @@ microbatches and r, the rank: ``(0..m-1)``, or ``(m-1,m-2..0)`` with the first, 
 ``(0..1)F(0..2)`` is ``0F0 0F1 0F2 1F0 1F1 1F2``. ``#`` starts a comment.
 
 Stage k is on rank k mod p, unless lines such as ``stages of rank r: (r) (n-1-r)`` say which stages a rank has.
+
+A table may also be CSV as torch's pipelines write it (``torch.distributed.pipelining``): the line of rank 0, 1, ...
+with a cell such as ``0F2`` for each piece of work. There a rank has the stages of which it does work.
 """
 
 from __future__ import annotations
@@ -15,10 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
 
-from ..program.actions import Action, StageRanks, phases_of, stages_in_turn, step_kinds, work_kinds
+from ..program.actions import Action, StageRanks, message_row, phases_of, stages_in_turn, step_kinds, work_kinds
 
 TableRow = tuple[int, str]
 """A line's number, and its words."""
+TableRows = tuple[Mapping[str, TableRow], Mapping[str, TableRow]]
+"""The rows of a table by rank: of work, and of stages where it says which a rank has."""
+
+
+_NO_WORK = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""The actions of torch's pipelines that are neither work nor messages."""
 
 
 class RowError(ValueError):
@@ -44,6 +53,11 @@ def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, .
         RowError: a line is no row. The schedule raises it for work of another rank, of other sizes, or listed twice.
         ValueError: by the schedule, if the table lacks work of the sizes.
     """
+    rows, stage_lines = _csv_rows(text) if _is_csv(text) else _rows(text)
+    return lambda stages, microbatches, chunks: _timelines(rows, stage_lines, stages, microbatches, chunks)
+
+
+def _rows(text: str) -> TableRows:
     rows: dict[str, TableRow] = {}
     stage_lines: dict[str, TableRow] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -57,7 +71,37 @@ def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, .
             if rank in kind:
                 raise RowError(number, f" is a second row of {'the stages of ' if match[1] else ''}rank {rank}")
             kind[rank] = number, match[3]
-    return lambda stages, microbatches, chunks: _timelines(rows, stage_lines, stages, microbatches, chunks)
+    return rows, stage_lines
+
+
+def _is_csv(text: str) -> bool:
+    """Return whether a table is CSV: its first line with words is cells of work."""
+    first = next((line for line in text.split("\n") if line.strip(" ,\r")), "")
+    return "," in first and re.match(r"[ ,]*\(?[0-9]+[A-Z]", first) is not None
+
+
+def _csv_rows(text: str) -> TableRows:
+    """Return the rows of a table that is CSV. An empty cell is a slot in which the rank waits, and
+    ``(0F7;1B3)OVERLAP_F_B`` are two pieces that torch begins together: here they follow each other.
+
+    Raises:
+        RowError: a cell is no work, or a stage has work on two ranks.
+    """
+    rows, stage_lines, rank_of = dict[str, TableRow](), dict[str, TableRow](), dict[int, int]()
+    for rank, line in enumerate(text.rstrip().split("\n")):
+        number, words = rank + 1, re.sub(r"\(([^()]*)\)OVERLAP_F_B|,", r" \1 ", line).replace(";", " ").split()
+        for word in words:
+            match = re.fullmatch(r"([0-9]{1,6})([A-Z_]+)[0-9]{0,6}", word)
+            if match is None:
+                raise RowError(number, f": `{word[:80]}` is not work such as `0F2`")
+            if match[2] in _NO_WORK or message_row(match[2]) is not None:
+                message = f": `{word}` is no work, and parc places messages, gathers and sums itself"
+                raise RowError(number, f'{message}: write the file with `_dump_csv(name, format="compute_only")`')
+            if rank_of.setdefault(int(match[1]), rank) != rank:
+                raise RowError(number, f": stage {match[1]} is of rank {rank_of[int(match[1])]} and of rank {rank}")
+        rows[str(rank)] = number, " ".join(words)
+        stage_lines[str(rank)] = number, " ".join(str(stage) for stage in sorted(rank_of) if rank_of[stage] == rank)
+    return rows, stage_lines
 
 
 def _timelines(
@@ -139,13 +183,16 @@ def _stage_ranks(stage_lines: Mapping[str, TableRow], sizes: Mapping[str, int]) 
 def _row_work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
     kinds = work_kinds()
     for word in words.split():
-        match = re.fullmatch(r"([0-9]+|\([^A-Z]+\))([A-Z]+)([0-9]+|\([^A-Z]+\))", word)
+        match = re.fullmatch(r"([0-9]+|\([^A-Z]+\))([A-Z]+)([0-9]+|\([^A-Z]+\))", word.removesuffix("+"))
         try:
             if match is None or match[2] not in kinds:
                 raise ValueError(word)
             stages, microbatches = _number_range(match[1], sizes), _number_range(match[3], sizes)
         except ValueError:
             raise RowError(line, f": `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
+        if word.endswith("+"):
+            message = f": `{word}` is of the next step, which only `async` begins before a step ends"
+            raise RowError(line, f"{message}: write it without `+`, or `schedule async` in the plan")
         yield from (Action(stage, match[2], m) for stage in stages for m in microbatches)
 
 

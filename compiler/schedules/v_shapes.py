@@ -104,6 +104,7 @@ def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Ac
 # every six slots. The fewer slots lie between a rank and the next one, the less time a microbatch is held, and the more
 # often ranks wait where F, I and W take different times.
 
+_ALIKE = {"F": 1, "I": 1, "W": 1}
 _PERIOD = 6
 """The slots of one microbatch on a rank: F, I and W of two chunks."""
 _AHEAD = 8
@@ -117,12 +118,15 @@ def v_half(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Actio
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import draw, simulate
     >>> print(draw(simulate(timelines("v-half", 4, 3, chunks=2))))
-    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     3F2 3I2 0I1 3W2 0W1 0I2 0W2  idle 5 %
-    pp1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 2I1 1W0 2F2 1I1 2W1 1W1 2I2 1I2 2W2 1W2  idle 5 %
+    pp0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2      idle 5 %
+    pp1     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2  idle 5 %
     """
     ranks = stages // 2
-    slots = _first_slots(ranks, strides=(1, 2, 1, 2), turns=(3, 1, 5))
-    return _in_slots(slots, ranks, microbatches, ranks + 2, {"F": 4, "I": 5, "W": 3})
+    order = _in_slots(_first_slots(ranks, strides=(1, 2, 1, 2), turns=(1, 3, 3)), microbatches)
+    for costs in ({"F": 2, "I": 2, "W": 1}, {"F": 3, "I": 3, "W": 2}):
+        order = _Filling(order, ranks + 2, costs).run()
+    order = [[action for action in actions if action.kind != "W"] for actions in order]  # in what is waited for now
+    return _Filling(order, ranks + 2, _ALIKE).run()
 
 
 def v_min(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
@@ -140,7 +144,8 @@ def v_min(stages: int, microbatches: int, chunks: int = 2) -> tuple[tuple[Action
     # with a multiple of three ranks, work on the way down and on the way up would meet in one slot
     slots = _first_slots(ranks, strides=(1, 1, 1, 1), turns=(1, 1, 1) if ranks % 3 else (3, 1, 3))
     room = -(-2 * ranks // 3) + (1 if ranks % 3 == 1 else 2)
-    return _in_slots(slots, ranks, microbatches, room, {"F": 1, "I": 1, "W": 1})
+    order = _Filling(_in_slots(slots, microbatches), room, _ALIKE).run()
+    return _Filling(order, room, _ALIKE).run()
 
 
 def _first_slots(ranks: int, strides: tuple[int, ...], turns: tuple[int, ...]) -> list[dict[tuple[str, int], int]]:
@@ -156,24 +161,21 @@ def _first_slots(ranks: int, strides: tuple[int, ...], turns: tuple[int, ...]) -
     ]  # fmt: skip
 
 
-def _in_slots(
-    slots: Sequence[Mapping[tuple[str, int], int]], ranks: int, microbatches: int, room: int, costs: Mapping[str, int]
-) -> tuple[tuple[Action, ...], ...]:
-    """Return the work of each rank in the order of its slots. W fills the time in which a rank would wait, or makes
-    room where the rank holds as many microbatches as it has ``room`` for. ``costs`` are the times of F, I and W."""
-    order = []
+def _in_slots(slots: Sequence[Mapping[tuple[str, int], int]], microbatches: int) -> Sequence[Sequence[Action]]:
+    """Return the work of each rank but W in the order of its slots."""
+    order, stages = [], 2 * len(slots)
     for rank, first in enumerate(slots):
-        places = rank, 2 * ranks - 1 - rank
+        places = rank, stages - 1 - rank
         pieces = sorted((slot + _PERIOD * m, kind, chunk, m) for (kind, chunk), slot in first.items()
                         for m in range(microbatches))  # fmt: skip
         order.append([Action(places[chunk], kind, m) for _, kind, chunk, m in pieces])
-    filled = _Filling(order, room, costs).run()
-    return _Filling(filled, room, costs).run()
+    return order
 
 
 class _Filling:
     """The work of ranks played on a clock: each does the first piece of its order that it can do, and puts off no piece
-    for which it has no room. W that no order has yet comes where a rank would wait."""
+    for which it has no room. W that no order has yet comes where a rank would wait, or where it holds as many
+    microbatches as it has ``room`` for. ``costs`` are the times of F, I and W."""
 
     def __init__(self, order: Sequence[Sequence[Action]], room: int, costs: Mapping[str, int]) -> None:
         self.todo, self.room, self.costs = [list(actions) for actions in order], room, costs

@@ -24,6 +24,7 @@ from parc.compiler.program.actions import (
     BACKWARD,
     FORWARD,
     Action,
+    one_step,
     phases_of,
     send_kind,
 )
@@ -83,6 +84,10 @@ class SweptStep:
     """The seconds of a message between stages."""
     held: PerLayer
     """The bytes of a role's training state."""
+    unsharded: PerLayer
+    """The bytes of unsharded weights among these: a role that begins forwards of the next step has them twice."""
+    gradients: PerLayer
+    """The bytes of sums of gradients among these: a role that begins backwards of the next step has them twice."""
     saved: PerLayer
     """The bytes that a stage saves for the backward of a microbatch."""
     deferred: PerLayer
@@ -137,7 +142,19 @@ class Structure:
             if isinstance(part.deferred, float):  # the first stage has no second phase in the structure
                 assert both is not None
                 part.deferred = part.saved * (both.deferred / both.saved)
-        names = ("first", "last", "before", "after", "update", "held", "saved", "deferred", "exposed")
+        names = (
+            "first",
+            "last",
+            "before",
+            "after",
+            "update",
+            "held",
+            "unsharded",
+            "gradients",
+            "saved",
+            "deferred",
+            "exposed",
+        )
         fields = {name: PerLayer.of([getattr(part, name) for part in parts]) for name in names}
         most = self._most(parts, sweep)
         return SweptStep(
@@ -153,8 +170,9 @@ class Structure:
         parts = _RoleParts()
         arriving: Mapping[Binding, InFlight] = {}
         seen = False
-        lasts = {action.kind: action for action in role.actions if action.works}
-        for action in role.actions:
+        actions = one_step(role.actions)
+        lasts = {action.kind: action for action in actions if action.works}
+        for action in actions:
             key = action.program_in(role.programs)
             if action.works:
                 seen = True
@@ -183,7 +201,7 @@ class Structure:
                 time = clock.run(clock.program.last)
                 parts.last = parts.last + time.seconds - parts.work[kind]
                 arriving = {**arriving, **time.left}
-        for action in role.actions:
+        for action in actions:
             key = action.program_in(role.programs)
             if action.works or action.message is not None or ACTIONS[action.kind].place != "after" or key not in clocks:
                 continue
@@ -194,6 +212,8 @@ class Structure:
         parts.after = parts.after + parts.update
         states = states_of(compiled.build, compiled.plan, swept)
         parts.held = sum((sum(sizes.values()) for sizes in states.values()), start=0.0)
+        parts.unsharded = sum((sizes["weights"] for sizes in states.values()), start=0.0)
+        parts.gradients = sum((sizes["gradients"] for sizes in states.values()), start=0.0)
         key = Action(stage, FORWARD).program_in(role.programs)
         forward = clocks[key].program
         parts.saved = _saved_bytes(role.programs[key], forward)
@@ -231,10 +251,17 @@ class Structure:
 def _rest(compiled: Compiled, role: Role, place: SizeSweep) -> float:
     """Return the bytes of a role at its peak, beside state and saved values, on one mesh."""
     swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
-    state = sum(sum(sizes.values()) for sizes in states_of(compiled.build, compiled.plan, swept).values())
+    states = states_of(compiled.build, compiled.plan, swept).values()
+    twice = ("weights",) * role.overlaps + ("gradients",) * _sums_twice(role.actions)
+    state = sum(sum(sizes.values()) + sum(sizes[kind] for kind in twice) for sizes in states)
     forward = swept.programs[Action(role.stages[0], FORWARD).program_in(swept.programs)]
     peak = memory_of(compiled.build, compiled.plan, swept).peak_bytes
     return max(float(peak - state - peak_live(role.actions) * _saved_bytes(forward, forward)), 0.0)
+
+
+def _sums_twice(actions: Sequence[Action]) -> bool:
+    """Return whether a role adds up gradients of the next step before it has updated by those of one."""
+    return any(action.ahead and action.accumulates for action in actions)
 
 
 @dataclass
@@ -248,6 +275,8 @@ class _RoleParts:
     after: Any = 0.0
     update: Any = 0.0
     held: Any = 0.0
+    unsharded: Any = 0.0
+    gradients: Any = 0.0
     saved: Any = 0.0
     deferred: Any = 0.0
     made: Any = 0.0
@@ -359,11 +388,13 @@ def pipeline(
     ]  # fmt: skip
     held = [
         role(step.held, rank)
+        + any(action.ahead for action in of_role) * role(step.unsharded, rank)
+        + _sums_twice(of_role) * role(step.gradients, rank)
         + sum(number * part.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of
               for number, part in zip(live[stage], (step.saved, step.deferred), strict=True))
         + greatest(*(step.most["first" if stage == 0 else "last" if stage == stages - 1 else "middle"]
                     for stage in stages_of), 0.0)
-        for rank, stages_of in enumerate(of_rank)
+        for rank, (stages_of, of_role) in enumerate(zip(of_rank, actions.values(), strict=True))
     ]  # fmt: skip
     exposed = [
         microbatches * sum(step.exposed.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of)
@@ -384,13 +415,16 @@ def held_microbatches(name: str, stages: int, microbatches: int, chunks: int, sh
 
     >>> held_microbatches("1f1b", 3, 8, 1, 1.0), held_microbatches("zb-h1", 2, 4, 1, 2.0)
     (((3, 0), (2, 0), (1, 0)), ((1, 1), (0, 2)))
+    >>> held_microbatches("async", 3, 8, 1, 1.0)
+    ((5, 0), (3, 0), (1, 0))
     """
     result: dict[int, Live] = {}
     first, second = phases_of(BACKWARD)
     for actions in _played(name, stages, microbatches, chunks).values():
         counts = {action.stage: [0, 0] for action in actions if action.works}
         most = -1.0
-        for action in actions:
+        begun = [action for action in actions if action.ahead]  # beside the step before
+        for action in (*begun, *actions):
             if not action.works:
                 continue
             count = counts[action.stage]
@@ -418,7 +452,7 @@ def play(
                 if row is not None and row.sends:
                     sent[action] = now[rank] + latency
                 elif row is not None:
-                    message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
+                    message = replace(action, stage=action.stage + row.to, kind=send_kind(row.work))
                     if message not in sent:
                         break
                     now[rank] = greatest(now[rank], sent[message])

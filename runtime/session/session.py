@@ -25,7 +25,7 @@ from ...compiler.program.optimizers import AVERAGE, BESIDE
 from ...compiler.program.program import Line
 from ...compiler.program.roles import Role
 from ...compiler.program.stacked import is_stacked, part_names
-from ...grammar.codes import BAD_DATA, NO_AVERAGES
+from ...grammar.codes import BAD_DATA, BATCHES_DIFFER, NO_AVERAGES
 from ..backends.distributed import Distributed
 from ..backends.in_process import InProcess
 from ..data.batches import Batches, Begun
@@ -270,7 +270,10 @@ class Session:
             step = self.step_number + 1
             return self._batches.begin(_GOING_ON, batch, local, self.state, step, self.last_step, beside=True)
         except RunError as error:
-            if error.code != BAD_DATA or batch is not None or local is not None:
+            if (batch is not None or local is not None) and error.code in (BAD_DATA, BATCHES_DIFFER):
+                message = f"the batch that is coming: {error.message}"
+                raise RunError(error.code, message, error.help, error.notes) from None
+            if error.code != BAD_DATA:
                 raise
             return None  # the next step says so, if it is asked for
 

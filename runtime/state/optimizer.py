@@ -128,10 +128,9 @@ def update(
     units: Iterable[Sequence[str]] | None = None,
 ) -> None:
     """Do the update of a step, counted from 1, as the plan's ``line`` says, keep the weights before it where the line
-    says so, and average the weights. Gradients are
-    scaled so that their global norm is at most the line's ``clip``. ``lr`` replaces the line's rate. With ``units``,
-    groups of names of parameters, one is updated after the other, so that no more than a unit's state is in use at a
-    time."""
+    says so, and average the weights. Gradients are scaled so that their global norm is at most the line's ``clip``.
+    ``lr`` replaces the line's rate. With ``units``, groups of names of parameters, one is updated after the other, so
+    that no more than a unit's state is in use at a time."""
     _lay_out(optimizer, parameters)
     lr, clip, average = rate(line, step) if lr is None else lr, line["clip"], line.get(AVERAGE)
     for group in optimizer.param_groups:

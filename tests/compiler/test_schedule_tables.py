@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from parc.compiler.program.actions import Action, stages_in_turn
 from parc.compiler.schedules import places_of, problem, timelines
@@ -52,6 +55,7 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
         (PLAIN.replace("rank 1", "pp1"), "line 2 of the table is not `rank 0: 0F0 0B0`: `pp1: 1F0 1F1 1B0 1B1`"),
         (PLAIN.replace("1F0", "1G0"), "line 2 of the table: `1G0` is not work such as `0F2` or `(0..1)F(0..m-1)`"),
         (PLAIN.replace("1F0", "1SEND_F0"), "`1SEND_F0` is not work"),
+        (PLAIN.replace("0F1", "0F1+"), "`0F1+` is of the next step, which only `async` begins before a step ends"),
         (PLAIN.replace("1F0", "(1,1..3)F0"), "`(1,1..3)F0` is not work"),
         (PLAIN.replace("1F0", "(q)F0"), "`(q)F0` is not work"),
         ("rank r: (r)F(0..999999999)", "line 1 of the table: `0F2` is not of 2 stages and 2 microbatches"),
@@ -75,6 +79,61 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
 def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why: str) -> None:
     found = problem("table", 2, 2, text=text)
     assert found is not None and why in found, found
+
+
+CSV = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (CSV.replace("1B0,", ""), "`1B0` is not in the table"),
+        (CSV.replace("0F1", "0F1,0SEND_F1"), "line 1 of the table: `0SEND_F1` is no work, and parc places messages"),
+        (CSV.replace(",1F0", "1UNSHARD,1F0"), 'write the file with `_dump_csv(name, format="compute_only")`'),
+        (CSV.replace("1B1", "0F1"), "line 2 of the table: stage 0 is of rank 0 and of rank 1"),
+        (CSV.replace("1B1", "1G1"), "line 2 of the table: `1G1` is not work such as `0F2`"),
+        (CSV.replace("1B1", "B"), "line 2 of the table: `B` is not work such as `0F2`"),
+        (CSV.replace("1B1", "1B"), "line 2 of the table: `1B` is not work such as `0F2`"),
+        (CSV.replace("1B1", "(0..1)B1"), "line 2 of the table: `(0..1)B1` is not work such as `0F2`"),
+        (CSV.splitlines()[0], "the table has no line of the stages of rank 1"),
+        (CSV + "2F0,2F1,2B0,2B1", "line 3 of the table is of rank 2, and there are 2 ranks"),
+    ],
+)
+def test_csv_that_is_no_table_is_refused_by_its_line_and_cell(text: str, why: str) -> None:
+    found = problem("table", 2, 2, text=text)
+    assert found is not None and why in found, found
+
+
+class _Stage(SimpleNamespace):
+    """A stage as torch's schedules look at it when they list their work."""
+
+    def __init__(self, index: int, stages: int, ranks: int) -> None:
+        super().__init__(stage_index=index, num_stages=stages, group_size=ranks, group_rank=0, has_backward=True,
+                         is_first=index == 0, is_last=index == stages - 1, submod=None, device="cpu")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ranks", "microbatches"),
+    [(torch_schedules.ScheduleInterleaved1F1B, 3, 6), (torch_schedules.ScheduleLoopedBFS, 4, 5),
+     (torch_schedules.ScheduleInterleavedZeroBubble, 4, 8), (torch_schedules.ScheduleZBVZeroBubble, 3, 7),
+     (torch_schedules.ScheduleDualPipeV, 4, 10)],
+)  # fmt: skip
+def test_csv_that_torch_writes_is_read_as_its_work(theirs: Any, ranks: int, microbatches: int, tmp_path: Path) -> None:
+    in_a_v = theirs in (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
+    own = (0, 2 * ranks - 1) if in_a_v else (0, ranks)
+    schedule = theirs([_Stage(stage, 2 * ranks, ranks) for stage in own], microbatches, loss_fn=max)
+    schedule._dump_csv(str(tmp_path / "order.csv"), format="compute_only")
+    listed = [
+        [str(piece) for action in row if action for piece in action.sub_actions or (action,)]
+        for row in schedule.pipeline_order.values()
+    ]
+    text = (tmp_path / "order.csv").read_text()
+    read = timelines("table", 2 * ranks, microbatches, 2, text=text)
+    assert [[str(action) for action in actions if action.works] for actions in read.values()] == listed
+    again = "\n".join(",".join(row) for row in listed)
+    assert timelines("table", 2 * ranks, microbatches, 2, text=again) == read
+    places = places_of("table", 2 * ranks, microbatches, 2, text=text)
+    assert not check_timelines(read, places, microbatches, also=["I", "W"])
 
 
 V = (Path(__file__).parent.parent / "in_a_v.txt").read_text()

@@ -101,7 +101,7 @@ ROOM = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1, "interleaved-zb": la
         "dualpipev": lambda p: 2 * p + 1, "v-half": lambda p: p + 2, "v-min": lambda p: -(-2 * p // 3) + 2}  # fmt: skip
 """The most microbatches of one stage that a rank holds: of 2p in 1F1B where it has two stages."""
 MEASURED = {
-    ("v-half", 4): (7, 39, 74, 17), ("v-half", 8): (20, 106, 184, 46), ("v-min", 4): (11, 141, 238, 53),
+    ("v-half", 4): (5, 33, 68, 15), ("v-half", 8): (17, 97, 174, 43), ("v-min", 4): (11, 141, 238, 53),
     ("v-min", 8): (27, 306, 504, 117), ("dualpipev", 4): (3, 18, 26, 9), ("dualpipev", 8): (7, 45, 66, 21),
 }  # fmt: skip
 """The most slots that a rank is idle, at each of the ``COSTS``, with four times as many microbatches as ranks."""

@@ -171,6 +171,27 @@ def test_ranks_that_go_on_in_different_ways_are_told_so(tmp_path: Path, last: in
         assert "rank 0 is in `session.step beside another`, and rank 1 is in `session.step`" in error
 
 
+def misled(folder: str) -> tuple[list[str], float]:
+    """Return the errors of batches that are said to come and cannot, and the loss of the step that then is done."""
+    errors = []
+    with parc.load(folder) as session:
+        good = session.feed.beginning(0, 8)
+        for coming in ({**good, "tokens": good["tokens"][:4]}, {"tokens": good["tokens"]}):
+            with pytest.raises(RunError) as caught:
+                session.step(good, coming=coming)
+            errors.append(str(caught.value))
+        return errors, session.step(good).loss
+
+
+def test_a_batch_that_cannot_come_is_told_from_that_of_the_step(tmp_path: Path) -> None:
+    folder = str(build(tmp_path, "", staged(2, 4)))
+    straight = run_ranks(trained, 2, folder, 1, str(tmp_path / "saved"))[0][0]
+    for errors, loss in run_ranks(misled, 2, folder):
+        assert "the batch that is coming: `tokens` is int64 [4, 8], not int64 [8, 8]" in errors[0]
+        assert "the batch that is coming: the batch has no `targets`" in errors[1]
+        assert [loss] == straight
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

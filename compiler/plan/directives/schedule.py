@@ -72,8 +72,10 @@ class Schedule(Directive):
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
     with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
     lines may stand in any order, and `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after
-    it; lines such as `stages of rank 0: 0 3` say otherwise. `looped` is a table that parc ships (breadth first: a
-    rank's chunks one after the other): `schedule looped microbatches 8 chunks 2`.
+    it; lines such as `stages of rank 0: 0 3` say otherwise. The file may also be CSV as torch's pipelines write it,
+    with `_dump_csv(name, format="compute_only")`: the line of rank 0, 1, ... with a cell such as `0F2` for each piece
+    of work. `looped` is a table that parc ships (breadth first: a rank's chunks one after the other): `schedule looped
+    microbatches 8 chunks 2`.
 
     `accumulate bf16` adds up the gradients of microbatches in bfloat16: they take half the memory, and every sum is
     rounded. By default, `accumulate fp32`, gradients keep their own type: those of float64 weights are added up in

@@ -1,0 +1,55 @@
+"""Rows of published runs as plans, and their steps, which are compiled for few microbatches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import predict
+
+ROW = {"layers": "5", "hidden": "64", "heads": "4", "kv_heads": "4", "ffn_hidden": "256", "gated_mlp": "0",
+       "vocab": "256", "tied_emb": "0", "seq_len": "32", "micro_batch": "1", "gpu": "A100", "family": "dense",
+       "gpus_per_node": "8", "nic_GBps_per_gpu": "", "n_gpus": "2", "tp": "1", "pp": "2", "cp": "1", "vpp": "1",
+       "ep": "1", "zero_stage": "0", "seq_parallel": "0", "recompute": "none", "precision": "fp16",
+       "system": "zero-bubble", "schedule": "1F1B", "global_batch": "12", "n_experts": ""}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "CACHE", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "line", "barrier"),
+    [("ZB-2p", "schedule zb-h2 microbatches $count", False), ("ZB-1p", "schedule zb-h1 microbatches $count", True),
+     ("1F1B", "schedule 1f1b microbatches $count", True),
+     ("1F1B-I", "schedule interleaved microbatches $count chunks 3", True)],
+)  # fmt: skip
+def test_schedules_of_rows_are_those_of_plans(schedule: str, line: str, barrier: bool) -> None:
+    case = predict.case_of({**ROW, "schedule": schedule, "vpp": "max (1 layer/chunk)"})
+    assert line in case.text.splitlines() and case.habits.barrier == barrier
+    assert (case.microbatches, case.samples, case.stages) == (12, 12, 6 if schedule == "1F1B-I" else 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"schedule": "ZB-2p", "global_batch": "3"}, "`zb-h2` on 2 ranks wants twice as many microbatches"),
+     ({"family": "moe", "kv_heads": "MLA"}, "experts: no column gives the size of latent attention"),
+     ({"family": "moe"}, "experts: no column gives the size of the heads"), ({"gpu": "MI300X"}, "no cluster of MI300X"),
+     ({"precision": "fp8-cs"}, "products in fp8-cs")],
+)  # fmt: skip
+def test_rows_without_a_plan_say_why(change: dict[str, str], why: str) -> None:
+    with pytest.raises(predict.Inexpressible) as caught:
+        predict.case_of({**ROW, **change})
+    assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"schedule": "ZB-2p"}, {"pp": "1", "n_gpus": "1"}], ids=["zb-h2", "one stage"])
+def test_a_step_compiled_for_few_microbatches_takes_as_long(
+    change: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = predict.case_of({**ROW, **change})
+    few, parts = predict.predicted(case)
+    monkeypatch.setattr(predict, "_few", lambda case: case.microbatches)
+    assert predict.predicted(case) == (few, parts) and few > 0
