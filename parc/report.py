@@ -9,7 +9,7 @@ from typing import Any
 
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.flops import stage_flops, step_timeline
-from parc.compiler.analysis.memory import Memory, estimate_memory, offload_buffers, state_bytes, states
+from parc.compiler.analysis.memory import Memory, action_peaks, estimate_memory, offload_buffers, state_bytes, states
 from parc.compiler.analysis.products import BLAS, ONEDNN
 from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.directory import again, json_text, unlined
@@ -128,18 +128,40 @@ def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -
 def memory_by_library(build: Build, plan: Plan, role: Role, load: float | None = None) -> dict[str, Memory]:
     """Return the memory of a rank of a role by the name of the matrix library: a build does not know on which device it
     will run. ``load`` is the load of the busiest rank of experts; that of the plan's lines if it is left out."""
-    load = max((e.load for e in plan.placements if isinstance(e, Experts)), default=1.0) if load is None else load
+    load = _busiest(plan) if load is None else load
     arguments = role.programs, role.actions, build.types, _moments(build, plan), plan.offloaded
     buffers = offload_buffers(*arguments)
     offloaded = {word: sum(size * count for size, count in buffers[word].items()) for word in plan.offloaded}
-    differ = any(
+    update = build.manifest["optimizer"]
+    usual = replace(estimate_memory(*arguments, load, BLAS, update), offloaded=offloaded)
+    if not _differ(role):
+        return {BLAS.name: usual, ONEDNN.name: usual}
+    return {
+        BLAS.name: usual,
+        ONEDNN.name: replace(estimate_memory(*arguments, load, ONEDNN, update), offloaded=offloaded),
+    }
+
+
+def action_peaks_of(build: Build, plan: Plan, role: Role) -> dict[Action, int]:
+    """Return the most bytes that a rank of a role holds while each of its actions runs, with the matrix library that
+    needs more."""
+    arguments = role.programs, role.actions, build.types, _moments(build, plan), plan.offloaded, _busiest(plan)
+    libraries = (BLAS, ONEDNN) if _differ(role) else (BLAS,)
+    peaks = [action_peaks(*arguments, library, build.manifest["optimizer"]) for library in libraries]
+    return {action: max(one[action] for one in peaks) for action in peaks[0]}
+
+
+def _busiest(plan: Plan) -> float:
+    """Return the load of the busiest rank of experts."""
+    return max((line.load for line in plan.placements if isinstance(line, Experts)), default=1.0)
+
+
+def _differ(role: Role) -> bool:
+    """Return whether matrix libraries need different temporaries for a role's products."""
+    return any(
         ONEDNN.apart(line, function, program.mesh)
         for program in role.programs.values() for function in program.functions for line in function.lines
     )  # fmt: skip
-    update = build.manifest["optimizer"]
-    usual = replace(estimate_memory(*arguments, load, BLAS, update), offloaded=offloaded)
-    other = replace(estimate_memory(*arguments, load, ONEDNN, update), offloaded=offloaded) if differ else usual
-    return {BLAS.name: usual, ONEDNN.name: other}
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:

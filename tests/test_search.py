@@ -104,6 +104,7 @@ def test_lines_that_do_nothing_make_no_other_plan() -> None:
         ("4", "2", "1f1b", "1", "1", "none"),
         ("4", "1", "zbv", "2", "0", "none"),
         ("2", "2", "interleaved", "2", "2", "model.layers.*"),
+        ("4", "2", "interleaved", "2", "0", "model.layers.*"),
         ("1", "2", "1f1b", "1", "3", "none"),
         ("2", "2", "async", "1", "1", "none"),
     ],
@@ -128,7 +129,7 @@ def test_an_estimate_of_a_structure_is_the_price_of_the_compiled_plan(
     assert isinstance(exact, PricedPlan)
     assert estimate.figures.seconds == pytest.approx(exact.figures.seconds, rel=0.02)
     memory, exactly = (figures.memory - figures.framework for figures in (estimate.figures, exact.figures))
-    assert memory == pytest.approx(exactly, rel=0.1)
+    assert memory == pytest.approx(exactly, rel=0.03)
 
 
 def test_a_search_ends_in_plans_that_are_priced_from_their_own_programs() -> None:

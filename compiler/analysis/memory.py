@@ -79,6 +79,25 @@ def estimate_memory(
     the words of ``offload`` lines name lies elsewhere, but for single numbers; an update loads the state of one unit to
     where its parameters are. The busiest rank of experts has ``load`` times the mean of their rows. ``products`` is the
     library that multiplies."""
+    return _step_memory(programs, actions, stored, moments, offload, load, products, line).memory()
+
+
+def action_peaks(
+    programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
+    moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0, products: Products = BLAS,
+    line: Mapping[str, Any] | None = None,
+) -> dict[Action, int]:  # fmt: skip
+    """Estimate the most bytes that a rank of a role holds while each of its actions runs; see ``estimate_memory``."""
+    step = _step_memory(programs, actions, stored, moments, offload, load, products, line)
+    step.memory()
+    return step.peaks
+
+
+def _step_memory(
+    programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
+    moments: Mapping[str, int], offload: Collection[str], load: float, products: Products,
+    line: Mapping[str, Any] | None,
+) -> _StepMemory:  # fmt: skip
     resident = {
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
@@ -89,7 +108,7 @@ def estimate_memory(
     loaded = max(moments.values(), default=0) if {"optimizer", "parameters"} & {*offload} == {"optimizer"} else 0
     trained = {name: size for name, size in _stored_bytes(programs, stored).items() if name in moments}
     update = 0 if line is None else update_bytes(line, trained, loaded)
-    return _StepMemory(programs, actions, parameters, optimizer, update, load, products).memory()
+    return _StepMemory(programs, actions, parameters, optimizer, update, load, products)
 
 
 def state_bytes(
@@ -181,6 +200,8 @@ class _StepMemory:
         self.held: dict[tuple[object, ...], int] = {}
         """The bytes that are kept between actions, beside accumulated gradients."""
         self.most = Memory(0, 0, 0, 0)
+        self.peaks: dict[Action, int] = {}
+        """The most bytes while each action runs."""
         self.highs = dict.fromkeys(MEMORY_KINDS, 0)
         self.running: Action | None = None
         self.stages = {action.stage for action in actions if action.works}
@@ -274,6 +295,8 @@ class _StepMemory:
         for kind, size in memory(peak.highs or peak.shares).shares.items():
             self.highs[kind] = max(self.highs[kind], size)
         at_peak = memory(peak.shares)
+        assert self.running is not None
+        self.peaks[self.running] = max(self.peaks.get(self.running, 0), at_peak.peak_bytes)
         if at_peak.peak_bytes > self.most.peak_bytes:
             self.most = replace(at_peak, moment=self._moment(peak))
 

@@ -42,7 +42,6 @@ from parc.searching.structure import (
     Structure,
     SweptStep,
     even_cuts,
-    held_microbatches,
     one_stage,
     pipeline,
 )
@@ -355,16 +354,14 @@ class Estimator:
 
         parts: dict[str, Any] = {
             name: of(value) if isinstance(value, PerLayer) else _lanes(value, lanes)
-            for name, value in vars(step).items() if name not in ("work", "most", "short", "uneven")
+            for name, value in vars(step).items() if name not in ("work", "peaks", "short", "uneven")
         }  # fmt: skip
         work = {kind: of(part) for kind, part in step.work.items()}
-        at = replace(step, work=work, most={kind: _lanes(v, lanes) for kind, v in step.most.items()}, **parts)
+        at = replace(step, work=work, peaks={kind: of(part) for kind, part in step.peaks.items()}, **parts)
         if pipe == 1:
             return one_stage(at, blocks, microbatches), [[] for _ in lanes]
         stages = pipe * chunks
         ranks = places_of(name, stages, microbatches, chunks)
-        share = float(np.mean(step.deferred.layer) / max(float(np.mean(step.saved.layer)), 1.0))
-        live = held_microbatches(name, stages, microbatches, chunks, round(share, 1))
         layer = work[FORWARD].layer + work[BACKWARD].layer
         extra = [work[FORWARD].at(0, stage == 0, stage == stages - 1)
                  + work[BACKWARD].at(0, stage == 0, stage == stages - 1) for stage in range(stages)]  # fmt: skip
@@ -376,7 +373,7 @@ class Estimator:
                 known[beside] = even_cuts(blocks, beside, ranks, 1.0)
             cuts.append(known[beside])
         of_stage = [np.array([float(cut[stage]) for cut in cuts]) for stage in range(stages)]
-        return pipeline(at, of_stage, ranks, live, name, microbatches, chunks), cuts
+        return pipeline(at, of_stage, ranks, name, microbatches, chunks), cuts
 
     def _figures(self, time: LayoutTime, number: int, structure: Structure) -> Figures:
         seconds, bubble, exposed, update, memory = (float(np.broadcast_to(v, time.seconds.shape)[number]) for v in time)

@@ -1,14 +1,14 @@
 """Structures: a plan compiled for a short model on a few ranks, whose programs tell the time and the memory of whole
 models on many meshes.
 
-Of a pipeline it has four stages: the first, two in the middle with one and two blocks, and the last. What a block
+Of a pipeline it has four stages: the first, two in the middle with two and three blocks, and the last. What a block
 adds is the difference of those in the middle; what the first and the last stage have beside blocks follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -32,12 +32,11 @@ from parc.compiler.program.binding import PARAMETERS, Binding
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role
 from parc.compiler.schedules import timelines
-from parc.compiler.schedules.timeline import peak_live
 from parc.compiling.compiled import Compiled
-from parc.report import memory_of, states_of
+from parc.report import action_peaks_of, states_of
 from parc.step_time import update_seconds
 
-STAGES, MIDDLE = 4, (1, 2)
+STAGES, MIDDLE = 4, (2, 3)
 """The stages of a structure with a pipeline, and the blocks of those in the middle."""
 SHORT = 2, 3
 """The blocks of the two models of a structure without a pipeline."""
@@ -62,7 +61,7 @@ class PerLayer(NamedTuple):
         base = values[1] - MIDDLE[0] * layer
         return cls(base, layer, values[0] - base - layer, values[3] - base - layer)
 
-    def at(self, layers: Any, first: bool, last: bool) -> Any:
+    def at(self, layers: Any, first: int, last: int) -> Any:
         """Return it for a stage, or a role, of so many blocks."""
         return self.base + layers * self.layer + first * self.first + last * self.last
 
@@ -92,8 +91,9 @@ class SweptStep:
     """The bytes that a stage saves for the backward of a microbatch."""
     deferred: PerLayer
     """The bytes that the first phase of a backward hands to the second."""
-    most: Mapping[str, Any]
-    """The bytes beside these at the peak, by kind of stage."""
+    peaks: Mapping[str, PerLayer]
+    """The most bytes that a stage's work of each kind holds beside state, what it saved itself included; under
+    ``BETWEEN`` those of a role's actions before and behind all work."""
     exposed: PerLayer
     """The seconds in which a forward and a backward wait for messages."""
     short: Mapping[str, Any]
@@ -142,23 +142,15 @@ class Structure:
             if isinstance(part.deferred, float):  # the first stage has no second phase in the structure
                 assert both is not None
                 part.deferred = part.saved * (both.deferred / both.saved)
-        names = (
-            "first",
-            "last",
-            "before",
-            "after",
-            "update",
-            "held",
-            "unsharded",
-            "gradients",
-            "saved",
-            "deferred",
-            "exposed",
-        )
-        fields = {name: PerLayer.of([getattr(part, name) for part in parts]) for name in names}
-        most = self._most(parts, sweep)
+        names = (one.name for one in fields(SweptStep) if one.type == PerLayer.__name__)
+        per_layer = {name: PerLayer.of([getattr(part, name) for part in parts]) for name in names}
         return SweptStep(
-            work=work, send=parts[0].send, most=most, short=dict(sweep.short), uneven=dict(sweep.uneven), **fields
+            work=work,
+            send=parts[0].send,
+            peaks=self._peaks(parts, sweep),
+            short=dict(sweep.short),
+            uneven=dict(sweep.uneven),
+            **per_layer,
         )
 
     def _part(self, compiled: Compiled, role: Role, sweep: SizeSweep, links: SweptLinks) -> _RoleParts:
@@ -229,34 +221,55 @@ class Structure:
         size = sum(local_bytes(values[name].type, forward) for name in forward.main.returned("sent").values())
         return links.send_along(role.axis, size) if role.axis and not isinstance(size, int) else 0.0
 
-    def _most(self, parts: Sequence[_RoleParts], sweep: SizeSweep) -> dict[str, Any]:
-        """Return the bytes at the peak of each kind of stage beside training state and saved values. They are estimated
-        where activations are largest beside weights, and where they are smallest; between these places they are taken
-        as a sum of parts in proportion to what a forward makes and to its weights."""
-        most: dict[str, Any] = {}
-        names = ("first", "", "middle", "last") if self.staged else ("", "whole")
-        for (compiled, role), part, name in zip(self._roles(), parts, names, strict=True):
-            if not name:
-                continue
+    def _peaks(self, parts: Sequence[_RoleParts], sweep: SizeSweep) -> dict[str, PerLayer]:
+        """Return the peaks by kind of work. They are estimated where activations are largest beside weights, and where
+        they are smallest; between these places they are taken as a sum of parts in proportion to what a forward makes
+        and to its weights."""
+        peaks: list[dict[str, Any]] = []
+        for (compiled, role), part in zip(self._roles(), parts, strict=True):
             made, weights = np.broadcast_arrays(part.made, part.weights)
             share = made / np.maximum(weights, 1.0)
             places = sorted({int(share.argmin()), int(share.argmax())}) if np.ptp(share) > share.min() else [0]
-            rest = [_rest(compiled, role, sweep.one(at)) for at in places]
             both = np.array([[made[at], weights[at]] for at in places])
-            factors = np.linalg.lstsq(both / both.max(axis=0), np.array(rest), rcond=None)[0] / both.max(axis=0)
-            most[name] = np.maximum(made * factors[0] + weights * factors[1], min(rest))
-        return most
+            of_places = [_peaks_at(compiled, role, sweep.one(at)) for at in places]
+            inverse = np.linalg.pinv(both / both.max(axis=0)) / both.max(axis=0)[:, None]
+            peaks.append({})
+            for kind in of_places[0]:
+                at_places = np.array([peak[kind] for peak in of_places])
+                factors = inverse @ at_places
+                peaks[-1][kind] = np.maximum(made * factors[0] + weights * factors[1], at_places.min())
+        phases = phases_of(BACKWARD)
+        for of_role in peaks:
+            if BACKWARD not in of_role:
+                of_role[BACKWARD] = greatest(*(of_role[kind] for kind in phases))
+            for kind in phases:
+                of_role.setdefault(kind, of_role[BACKWARD])
+        return {kind: PerLayer.of([of_role[kind] for of_role in peaks]) for kind in peaks[0]}
 
 
-def _rest(compiled: Compiled, role: Role, place: SizeSweep) -> float:
-    """Return the bytes of a role at its peak, beside state and saved values, on one mesh."""
+BETWEEN = ""
+"""The kind of the moments of a step in which no work runs."""
+
+
+def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, float]:
+    """Return the most bytes of a role's work of each kind on one mesh, beside state and what is held for other
+    microbatches."""
     swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
     states = states_of(compiled.build, compiled.plan, swept).values()
     twice = ("weights",) * role.overlaps + ("gradients",) * _sums_twice(role.actions)
     state = sum(sum(sizes.values()) + sum(sizes[kind] for kind in twice) for sizes in states)
-    forward = swept.programs[Action(role.stages[0], FORWARD).program_in(swept.programs)]
-    peak = memory_of(compiled.build, compiled.plan, swept).peak_bytes
-    return max(float(peak - state - peak_live(role.actions) * _saved_bytes(forward, forward)), 0.0)
+    sizes = [0.0, 0.0]
+    for at, kind in enumerate((FORWARD, phases_of(BACKWARD)[0])):
+        key = Action(role.stages[0], kind).program_in(swept.programs)
+        if key in swept.programs:
+            sizes[at] = _saved_bytes(swept.programs[key], swept.programs[key])
+    peaks = action_peaks_of(compiled.build, compiled.plan, swept)
+    result = {BETWEEN: 0.0}
+    for action, held in moments_of(role.actions):
+        others = sum(number * size for counts in held.values() for number, size in zip(counts, sizes, strict=True))
+        kind = action.kind if action.works else BETWEEN
+        result[kind] = max(result.get(kind, 0.0), peaks.get(action, 0) - state - others)
+    return result
 
 
 def _sums_twice(actions: Sequence[Action]) -> bool:
@@ -349,7 +362,8 @@ def one_stage(step: SweptStep, layers: int, microbatches: int) -> LayoutTime:
     forward, backward = step.work[FORWARD].at(layers, True, True), step.work[BACKWARD].at(layers, True, True)
     edges = sum(part.at(layers, True, True) for part in (step.before, step.first, step.last, step.after))
     seconds = edges + microbatches * (forward + backward)
-    memory = step.held.at(layers, True, True) + step.saved.at(layers, True, True) + step.most["whole"]
+    peaks = (step.peaks[kind].at(layers, True, True) for kind in (BETWEEN, FORWARD, BACKWARD))
+    memory = step.held.at(layers, True, True) + greatest(*peaks)
     exposed = microbatches * step.exposed.at(layers, True, True)
     return LayoutTime(seconds, 0.0 * seconds, exposed, step.update.at(layers, True, True), memory)
 
@@ -360,11 +374,10 @@ def _played(name: str, stages: int, microbatches: int, chunks: int) -> Mapping[s
 
 
 def pipeline(
-    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], live: Sequence[Live], name: str, microbatches: int,
-    chunks: int,
-) -> LayoutTime:  # fmt: skip
+    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], name: str, microbatches: int, chunks: int
+) -> LayoutTime:
     """Return the time and the memory of plans with a pipeline: ``cuts`` are the blocks of each stage, ``ranks`` the
-    rank of each, and ``live`` the microbatches of which it holds something."""
+    rank of each."""
     stages = len(cuts)
     seconds = {
         (stage, kind): part.at(cuts[stage], stage == 0, stage == stages - 1)
@@ -386,15 +399,26 @@ def pipeline(
         sum(seconds[action.stage, action.kind] for action in rank_actions if action.works) + role(step.before, rank)
         + role(step.first, rank) + after[rank] for rank, rank_actions in enumerate(actions.values())
     ]  # fmt: skip
+    peaks = {  # those of the first and the last stage are of one block, in which less is under way
+        (stage, kind): greatest(part.at(cuts[stage], stage == 0, stage == stages - 1), part.at(cuts[stage], 0, 0))
+        for stage in range(stages) for kind, part in step.peaks.items()
+    }  # fmt: skip
+    waiting = [
+        [part.at(cuts[stage], stage == 0, stage == stages - 1) for part in (step.saved, step.deferred)]
+        for stage in range(stages)
+    ]
     held = [
         role(step.held, rank)
         + any(action.ahead for action in of_role) * role(step.unsharded, rank)
         + _sums_twice(of_role) * role(step.gradients, rank)
-        + sum(number * part.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of
-              for number, part in zip(live[stage], (step.saved, step.deferred), strict=True))
-        + greatest(*(step.most["first" if stage == 0 else "last" if stage == stages - 1 else "middle"]
-                    for stage in stages_of), 0.0)
-        for rank, (stages_of, of_role) in enumerate(zip(of_rank, actions.values(), strict=True))
+        + greatest(
+            role(step.peaks[BETWEEN], rank),
+            *(peaks[stage, kind] + sum(number * size for other, *counts in held
+                                       for number, size in zip(counts, waiting[other], strict=True))
+              for stage, kind, held in moments),
+        )
+        for rank, (moments, of_role) in enumerate(zip(_fullest(name, stages, microbatches, chunks), actions.values(),
+                                                      strict=True))
     ]  # fmt: skip
     exposed = [
         microbatches * sum(step.exposed.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of)
@@ -404,36 +428,55 @@ def pipeline(
     return LayoutTime(total, total - greatest(*busy), greatest(*exposed), update, greatest(*held))
 
 
-Live = tuple[int, int]
-"""The microbatches of a stage whose activations it holds, and those that wait for the second phase of backward."""
+Held = Mapping[int, tuple[int, int]]
+"""For each stage the microbatches whose activations are held, and those that wait for the second phase of backward."""
+
+
+def moments_of(actions: Sequence[Action]) -> Iterator[tuple[Action, Held]]:
+    """Yield the actions of a rank that are no messages, with what it holds meanwhile for other microbatches.
+
+    >>> actions = [Action.parse(word) for word in "0F0 0F1 0I0 0W0".split()]
+    >>> [(str(action), *held.values()) for action, held in moments_of(actions)]
+    [('0F0', (0, 0)), ('0F1', (1, 0)), ('0I0', (1, 0)), ('0W0', (1, 0))]
+    """
+    first, second = phases_of(BACKWARD)
+    held = {action.stage: (0, 0) for action in actions if action.works}
+    begun = [action for action in actions if action.ahead]  # beside the step before
+    for action in (*begun, *actions):
+        if action.message is not None:
+            continue
+        if action.works:
+            saved, deferred = held[action.stage]
+            held[action.stage] = saved - (action.kind in (BACKWARD, first)), deferred - (action.kind == second)
+        yield action, dict(held)
+        if action.works:
+            saved, deferred = held[action.stage]
+            held[action.stage] = saved + (action.kind == FORWARD), deferred + (action.kind == first)
 
 
 @lru_cache(maxsize=512)
-def held_microbatches(name: str, stages: int, microbatches: int, chunks: int, share: float) -> tuple[Live, ...]:
-    """Return the microbatches of each stage when its rank holds the most of all its stages. What waits for the second
-    phase of a backward takes a ``share`` of what a forward saves.
-
-    >>> held_microbatches("1f1b", 3, 8, 1, 1.0), held_microbatches("zb-h1", 2, 4, 1, 2.0)
-    (((3, 0), (2, 0), (1, 0)), ((1, 1), (0, 2)))
-    >>> held_microbatches("async", 3, 8, 1, 1.0)
-    ((5, 0), (3, 0), (1, 0))
-    """
-    result: dict[int, Live] = {}
-    first, second = phases_of(BACKWARD)
+def _fullest(
+    name: str, stages: int, microbatches: int, chunks: int
+) -> Sequence[Collection[tuple[int, str, tuple[tuple[int, int, int], ...]]]]:
+    """Return the moments of each rank at which it may hold most: the stage and the kind of the work, and the stages,
+    each with what is held for other microbatches. There is no moment at which another one holds as much of each."""
+    result = []
     for actions in _played(name, stages, microbatches, chunks).values():
-        counts = {action.stage: [0, 0] for action in actions if action.works}
-        most = -1.0
-        begun = [action for action in actions if action.ahead]  # beside the step before
-        for action in (*begun, *actions):
-            if not action.works:
-                continue
-            count = counts[action.stage]
-            count[0] += (action.kind == FORWARD) - (action.kind in (BACKWARD, first))
-            count[1] += (action.kind == first) - (action.kind == second)
-            if (total := sum(saved + share * waits for saved, waits in counts.values())) > most:
-                most = total
-                result |= {stage: (saved, waits) for stage, (saved, waits) in counts.items()}
-    return tuple(result[stage] for stage in range(stages))
+        kept: dict[tuple[int, str], list[Held]] = {}
+        for action, held in moments_of([action for action in actions if action.works]):
+            of_kind = kept.setdefault((action.stage, action.kind), [])
+            if not any(_covers(other, held) for other in of_kind):
+                of_kind[:] = [other for other in of_kind if not _covers(held, other)] + [held]
+        result.append([
+            (*work, tuple((stage, *counts) for stage, counts in held.items()))
+            for work, of_kind in kept.items() for held in of_kind
+        ])  # fmt: skip
+    return result
+
+
+def _covers(held: Held, other: Held) -> bool:
+    """Return whether at least as much of each stage is held as at another moment."""
+    return all(mine >= its for stage, counts in other.items() for mine, its in zip(held[stage], counts, strict=True))
 
 
 def play(
