@@ -100,6 +100,12 @@ KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "products of prefixes": lambda net, h, _: torch.cumprod(torch.sigmoid(h) + 0.5, 1),
     "prefixes": lambda net, h, _: torch.cumprod(torch.logcumsumexp(h.cumsum(1) / 4, 1) / 4, 1),
     "extremes of prefixes": lambda net, h, _: h.cummax(1).values + h.cummin(1).values,
+    "inverse tangents": lambda net, h, _: torch.atanh(h * 0.9),
+    "between two": lambda net, h, _: torch.lerp(h, net.inner(h), torch.sigmoid(h)),
+    "a fraction added": lambda net, h, _: torch.addcdiv(h, net.inner(h), h.abs() + 1, value=0.5),
+    "quantiles": lambda net, h, _: h * torch.quantile(h, 0.5, dim=1, keepdim=True),
+    "steps": lambda net, h, _: h * torch.heaviside(h, torch.tensor(0.5)),
+    "whole quotients": lambda net, h, _: h + torch.floor_divide(h, h.abs() + 1),
     **{f"autocast {name}": _autocast(of) for name, of in NARROW.items()},
 }
 
