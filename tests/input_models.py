@@ -144,3 +144,11 @@ class Volume(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[b, 1, d, h, w]`` to scores."""
         return self.out(self.net(x).mean((2, 3, 4)))
+
+
+class Packed(AnyNames):
+    """A forward that takes a dictionary, of rows and a pair."""
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        """A batch of ``features`` and ``target`` to its mean square."""
+        return F.mse_loss(self.up(batch["features"]).mean(1), batch["target"])

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from parc.compiler.capture.callables import ending_said
 from parc.compiler.capture.experts.forms import with_experts
 from parc.compiler.capture.experts.lists import unstacked
+from parc.compiler.capture.model_calls import with_entries
 from parc.compiler.capture.model_output import tensors_in
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.sizes.size_range import BATCH
@@ -44,6 +45,7 @@ _LENGTHS = (64, 32, 16, 8)
 _LONGEST = 4096
 _MOST_UNNAMED = 4  # inputs of a forward that names none
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+), got 0\)")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
 
 
@@ -100,20 +102,32 @@ class Caller:
         named = name in self.parameters or self._any_name or not self._several
         return guess if named else replace(guess, place=self._several)
 
-    def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int]) -> Tried:
-        """Call the forward on tensors of these guesses."""
+    def _entries(self, guesses: Mapping[str, Guess]) -> dict[str, list[str]]:
+        """Return the guesses that are entries of a dictionary, by the parameter that takes it."""
+        roots: dict[str, list[str]] = {}
+        for name, guess in guesses.items():
+            if "." in guess.place:
+                roots.setdefault(guess.place.partition(".")[0], []).append(name)
+        return roots
+
+    def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int], asked: Sequence[str] = ()) -> Tried:
+        """Call the forward on tensors of these guesses; parameters that are ``asked`` get empty dictionaries."""
         counter = _Counter()
         checked = sdpa_kernel(SDPBackend.MATH)  # other kernels take fake masks of any shape
         with self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), checked, counter:
             shapes = {name: [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims]
                       for name, guess in guesses.items()}  # fmt: skip
-            values = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))
-                      for name, guess in guesses.items()}  # fmt: skip
-            several = [name for name, guess in guesses.items() if guess.place]
+            values: dict[str, Any] = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))
+                                      for name, guess in guesses.items()}  # fmt: skip
+            several = [name for name, guess in guesses.items() if guess.place == self._several != ""]
             first = [name for name, parameter in self.parameters.items() if name in values and (
                      parameter.kind is parameter.POSITIONAL_ONLY
                      or (several and parameter.kind is parameter.POSITIONAL_OR_KEYWORD))]  # fmt: skip
             positional = [values.pop(name) for name in (*first, *several)]
+            for root, names in self._entries(guesses).items():
+                keys = [guesses[name].place.split(".")[1:] for name in names]
+                values[root] = with_entries(zip(keys, map(values.pop, names), strict=True))
+            values |= {name: {} for name in asked}
             counter.count = counter.work = 0
             try:
                 with ending_said():
@@ -142,12 +156,27 @@ class Caller:
                                         for name in [*self.known, *first]}, self.sizes,
                                        Tried(None, None, 0)))  # fmt: skip
         while best.tried.error is not None and time.process_time() < self._end:
-            more = self._with_one_more(best, optional) if optional or required else self._with_unnamed(best)
+            told = [*self._with_entry(best), *(() if optional or required else self._with_unnamed(best))]
+            more = told or self._with_one_more(best, optional)
             further = max(more, key=lambda call: call.tried.rank, default=best)
-            if further.tried.rank <= best.tried.rank and (optional or required or further is best):
+            if further is best or (not told and further.tried.rank <= best.tried.rank):
                 break
             best = further
         return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
+
+    def _with_entry(self, best: ForwardCall) -> Iterator[ForwardCall]:
+        """Yield the call with one entry more of a parameter that is a dictionary or a tuple, which an error tells."""
+        roots = self._entries(best.guesses)
+        for root in roots or [name for name in best.guesses if name not in self.known]:
+            guesses = {name: guess for name, guess in best.guesses.items() if name != root}
+            error = best.tried.error if root in roots else self.call(guesses, best.sizes, [root]).error
+            keys = [str(error.args[0])] if isinstance(error, KeyError) and error.args else []
+            if (count := _UNPACKED.search(str(error))) is not None and root not in roots:
+                keys = list(map(str, range(int(count[1]))))
+            names = {key: key if key.isidentifier() else f"{root}{key}" for key in keys if key.isalnum() or "_" in key}
+            if keys and not any(f"{root}.{key}" in {guess.place for guess in guesses.values()} for key in keys):
+                new = {name: replace(self._options(name)[0], place=f"{root}.{key}") for key, name in names.items()}
+                yield self._climb(replace(best, guesses={**guesses, **new}))
 
     def _with_unnamed(self, best: ForwardCall) -> Iterator[ForwardCall]:
         """Yield the call with one input more of a forward that names none: by the name that its error tells, or as one
@@ -251,7 +280,7 @@ class Caller:
             yield replace(best, sizes={**best.sizes, "S": length})
         for name in best.guesses:
             for guess in self._options(name):
-                yield replace(best, guesses={**best.guesses, name: guess})
+                yield replace(best, guesses={**best.guesses, name: replace(guess, place=best.guesses[name].place)})
         for length in (*powers, *lengths):  # a length equal to B fits where a sample and a position are confused
             yield replace(best, sizes={**best.sizes, "S": length})
 
@@ -266,6 +295,8 @@ class Caller:
             dims = dict.fromkeys(((BATCH, "S"), *(guess.dims for guess in guesses), ("S", "S"), (BATCH, "S", "S")))
             masks = [Guess("bool", each) for each in dims]
             guesses = masks if "Bool" in words else [Guess("int64", (BATCH, "S")), *masks, *guesses]
+        if _is_target(name):  # one for each sample, before what is of the first layer's form
+            guesses = [Guess("float32", (BATCH,)), Guess("int64", (BATCH,)), *guesses]
         fits = [guess for guess in guesses
                 if (guess.dtype == "int64" or not whole) and (guess.dtype != "int64" or not real)]  # fmt: skip
         return [self._placed(name, guess) for guess in dict.fromkeys(fits)] or [Guess("float32", (BATCH,))]

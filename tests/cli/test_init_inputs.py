@@ -24,6 +24,7 @@ SCORES = "cross_entropy(output, targets)"
         ("Balanced", ["tokens int64 [B, S]", "labels int64 [B, S]"], "output.loss"),
         ("AnyNames", ["rows float32 [B, 16]", "targets int64 [B]"], SCORES),
         ("Keys", ["features float32 [B, 16]", "targets int64 [B]"], SCORES),
+        ("Packed", ["features as batch.features float32 [B, 16]", "target as batch.target float32 [B]"], "output"),
         ("Several", ["x as inputs float32 [B, 16]", "x2 as inputs float32 [B, 16]", "targets int64 [B]"], SCORES),
         ("Volume", ["x float32 [B, 1, 8, 8, 8]", "targets int64 [B]"], SCORES),
     ],
