@@ -150,9 +150,59 @@ TRANSFORMERS = (
     "reformer", "gemma3n_text", "doge", "phimoe", "deepseek_v2", "mixtral with router logits", "videomae", "vivit",
     "timesformer", "patchtsmixer", "informer", "chinese_clip",
 )  # fmt: skip
-LINES: dict[str, str] = {}
+_QKV = "column {attention} over tp rows (3 h/tp d)\nrow {out} over tp\ncolumn {up} over tp\nrow {down} over tp"
+_APART = "column {attention} over tp\nrow {out} over tp\ncolumn {up} over tp\nrow {down} over tp"
+_LAYERS = "transformer.layers.*"
+_FLAT = {"attention": f"{_LAYERS}.0.to_qkv", "out": f"{_LAYERS}.0.to_out.0", "up": f"{_LAYERS}.1.net.1",
+         "down": f"{_LAYERS}.1.net.4"}  # fmt: skip
+_VIDEO = {"attention": "**.layer.*.attention.attention.{query,key,value}", "out": "**.layer.*.attention.output.dense",
+          "up": "**.layer.*.intermediate.dense", "down": "**.layer.*.output.dense"}  # fmt: skip
+_CODER = "column {encoder,decoder}.0 over tp\nrow {encoder,decoder}.2 over tp"
+LINES = {
+    **dict.fromkeys(("vit-pytorch vit.ViT", "vit-pytorch vit_1d.ViT", "vit-pytorch vit_3d.ViT"), _QKV.format(**_FLAT)),
+    "vit-pytorch simple_vit.SimpleViT": _QKV.format(
+        **{**_FLAT, "out": f"{_LAYERS}.0.to_out", "down": f"{_LAYERS}.1.net.3"}),
+    "vit-pytorch nest.NesT": _QKV.format(
+        attention="layers.*.0.layers.*.0.to_qkv", out="layers.*.0.layers.*.0.to_out.0",
+        up="layers.*.0.layers.*.1.net.1", down="layers.*.0.layers.*.1.net.4"),
+    "vit-pytorch max_vit.MaxViT": "column layers.*.*.fn.to_qkv over tp rows (3 h/tp d)\n"
+                                  "row layers.*.*.fn.to_out.0 over tp",
+    "vector-quantize FSQ": _CODER, "vector-quantize VectorQuantize": _CODER,
+    **dict.fromkeys(("open_clip CLIP", "open_clip CLIP in float64"), _QKV.format(
+        attention="**.resblocks.*.attn.in_proj_weight", out="**.resblocks.*.attn.out_proj",
+        up="**.resblocks.*.mlp.c_fc", down="**.resblocks.*.mlp.c_proj")),
+    "x-transformers loss of its own": _APART.format(
+        attention="net.attn_layers.layers.*.1.to_{q,k,v}", out="net.attn_layers.layers.*.1.to_out",
+        up="net.attn_layers.layers.*.1.ff.0.0", down="net.attn_layers.layers.*.1.ff.2"),
+    "plain word vectors": "vocab word, context over tp",
+    "plain dictionary": "column up over tp\nrow down over tp",
+    "transformers doge": _APART.format(
+        attention="model.layers.*.self_attn.{q,k,v}_proj", out="model.layers.*.self_attn.{dt,o}_proj",
+        up="model.layers.*.mlp.{gate,up}_proj", down="model.layers.*.mlp.down_proj"),
+    "transformers deepseek_v2": 'include "parc:deepseek-v3" (tp=2)',
+    "transformers mixtral with router logits": 'include "parc:mixtral" (tp=2)',
+    "transformers videomae": _APART.format(**_VIDEO),
+    "transformers vivit": 'include "parc:vit" (tp=2)',
+    "transformers timesformer": _QKV.format(
+        attention="**.layer.*.{temporal_attention,attention}.attention.qkv",
+        out="**.layer.*.{temporal_attention,attention}.output.dense", up=_VIDEO["up"], down=_VIDEO["down"]),
+    "transformers patchtsmixer": "column **.mlp.fc1 over tp\nrow **.mlp.fc2 over tp",
+    "transformers chinese_clip": _APART.format(
+        attention="vision_model.**.self_attn.{q,k,v}_proj, text_model.**.self.{query,key,value}",
+        out="vision_model.**.self_attn.out_proj, text_model.**.attention.output.dense",
+        up="vision_model.**.mlp.fc1, text_model.**.intermediate.dense",
+        down="vision_model.**.mlp.fc2, text_model.encoder.layer.*.output.dense"),
+    "timm davit_tiny": "column stages.*.blocks.*.*.mlp.fc1 over tp\nrow stages.*.blocks.*.*.mlp.fc2 over tp",
+    "timm hiera_tiny_224": "column blocks.*.mlp.fc1 over tp\nrow blocks.*.mlp.fc2 over tp",
+    "diffusers UNetSpatioTemporalConditionModel": "column **.ff.net.0.proj over tp rows (2 f/tp)\n"
+                                                  "row **.ff.net.2 over tp",
+}  # fmt: skip
 """The lines that split a model over tp."""
-BLOCKS: frozenset[str] = frozenset()
+BLOCKS = (
+    *(f"vit-pytorch {name}" for name in VIT_PYTORCH), "x-transformers loss of its own", "timm davit_tiny",
+    "timm hiera_tiny_224", *(f"transformers {name}" for name in (
+        "doge", "deepseek_v2", "mixtral with router logits", "videomae", "vivit", "timesformer", "patchtsmixer")),
+)  # fmt: skip
 """The models whose blocks are cut into two stages, and kept in parts."""
 
 

@@ -130,6 +130,7 @@ def timm_model(name: str) -> nn.Module:
 def without_torchvision(package: str) -> ModuleType:
     """Import a package beside stand-ins for torchvision."""
     if package not in sys.modules:
+        import_module("transformers.utils").is_torchvision_available()  # it remembers that there is none
         stand_ins = {path: _Anything(path) for path in TORCHVISION}
         sys.modules.update(stand_ins)
         import_module(package)

@@ -56,7 +56,7 @@ MASKED: dict[str, Own] = {
     "ernie": {}, "esm": {}, "roformer": {}, "rembert": {}, "ibert": {}, "data2vec-text": {}, "megatron-bert": {},
     "xlm-roberta": {}, "luke": {"entity_vocab_size": 16, "entity_emb_size": 8}, "layoutlm": {}, "yoso": {},
 }  # fmt: skip
-STILL = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+STILL = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "distil": False}
 PAIRS: dict[str, Own] = {
     "t5": {}, "mt5": {}, "umt5": {}, "bart": {}, "mbart": {}, "pegasus": {}, "marian": {},
     "m2m_100": STILL, "blenderbot-small": {}, "led": {**STILL, "attention_window": 4},
@@ -109,7 +109,8 @@ BASES: dict[str, tuple[str, Own]] = {
                                      "patch_stride": 4}),
     "informer": ("past=past_values past_features=past_time_features observed=past_observed_mask future=future_values"
                  " future_features=future_time_features",
-                 {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2, 3, 4], "num_time_features": 2}),
+                 {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2, 3, 4], "num_time_features": 2,
+                  "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "distil": False}),
     "chinese_clip": ("input_ids pixel_values", {**TOWERS, "projection_dim": 16}),
     "patchtst": ("past_values", {"num_input_channels": 4, "context_length": 32, "patch_length": 4, "patch_stride": 4}),
 }  # fmt: skip
