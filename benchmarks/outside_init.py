@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import outside
 from benchmarks.command import command
-from benchmarks.outside_models import HERE, Case
+from benchmarks.outside_models import Case
 from benchmarks.outside_table import cases
 from benchmarks.turns import ROOT
 from parc.advice import unasked_gathers
@@ -43,8 +43,7 @@ def build(name: str) -> tuple[Compiled, str]:
 
 def model_of(case: Case) -> ModelLine:
     """Return the model of a case as a plan names it."""
-    place = HERE if case.arguments else "benchmarks.outside_plain"
-    return ModelLine(f"{place}:{case.maker}", dict(re.findall(r'(\w+)="([^"]*)"', case.arguments)))
+    return ModelLine(f"{case.place}:{case.maker}", dict(re.findall(r'(\w+)="([^"]*)"', case.arguments)))
 
 
 def gathers_of(compiled: Compiled) -> dict[str, int]:
@@ -80,7 +79,7 @@ def table(outcomes: Mapping[str, tuple[str, str]], total: str) -> list[str]:
 
 def main(*wanted: str) -> int:
     """Propose and build plans for all models, or for those whose names contain one of the wanted words."""
-    names = [name for name in cases() if not name.endswith(" tp=2") and (not wanted or any(w in name for w in wanted))]
+    names = [name for name in cases() if "=2" not in name and (not wanted or any(w in name for w in wanted))]
     start = time.perf_counter()
     outcomes = outside.outcomes_of(names, "benchmarks.outside_init")
     good = [why for outcome, why in outcomes.values() if outcome == "verified"]

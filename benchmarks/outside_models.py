@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +43,14 @@ INPUTS = {
     "input_features": ("float32", "B, 16, 32"), "mel": ("float32", "B, 32, 16"), "past_values": ("float32", "B, 32, 4"),
     "sample": ("float32", "B, 4, 8, 8"), "encoder_hidden_states": ("float32", "B, 5, 32"),
     "hidden_states": ("float32", "B, 16, 4"), "pooled_projections": ("float32", "B, 32"),
+    "frames": ("float32", "B, 4, 3, 16, 16"), "volume": ("float32", "B, 3, 4, 32, 32"),
+    "img": ("float32", "B, 3, 32, 32"), "signal": ("float32", "B, 3, 64"), "series": ("float32", "B, 8, 16"),
+    "wave": ("float64", "B, 12"), "next_wave": ("float64", "B, 12"),
+    "long": ("int64", "B, 9"), "image64": ("float64", "B, 3, 16, 16"),
+    "features": ("float32", "B, 16"), "target": ("float32", "B"), "latents": ("float32", "B, 2, 8, 8, 8"),
+    "ids3": ("float32", "B, 3"), "past": ("float32", "B, 20"), "past_features": ("float32", "B, 20, 2"),
+    "observed": ("float32", "B, 20"), "future": ("float32", "B, 4"), "future_features": ("float32", "B, 4, 2"),
+    "static": ("int64", "B, 1"),
     "img_ids": ("float32", "16, 3"), "txt_ids": ("float32", "5, 3"),
 }  # fmt: skip
 """The type and the dims of each input, by name."""
@@ -50,6 +60,7 @@ PAIR = ("input_ids decoder_input_ids targets", "cross_entropy(output.logits, tar
 MASKED_PAIR = ("input_ids attention_mask decoder_input_ids targets", PAIR[1])
 LARGE = ("x=pixel_values labels", "cross_entropy(output.logits, labels)")
 IMAGE = ("pixel_values labels", "cross_entropy(output.logits, labels)")
+VIDEO_TASK = ("frames=pixel_values labels", "cross_entropy(output.logits, labels)")
 SQUARES = f'"{HERE}:squares"(output)'
 
 
@@ -62,20 +73,25 @@ class Case:
     inputs: str
     loss: str
     lines: str = ""
+    mesh: str = "dp=2"
+    place: str = HERE
+
+    def over(self, mesh: str, lines: str) -> Case:
+        """Return the model over another mesh, with lines for it."""
+        return replace(self, mesh=mesh, lines=lines)
 
     def plan(self) -> str:
-        """Return the plan's text: data parallel over 2 ranks, with tp over 2 more if there are lines for it."""
+        """Return the plan's text: a batch of 4, split over dp if the mesh has it."""
         named = {name: INPUTS[name.partition("=")[0]] for name in self.inputs.split()}
-        module = HERE if self.arguments else "benchmarks.outside_plain"
         rows = [
-            f'model "{module}:{self.maker}"' + f" ({self.arguments})" * bool(self.arguments),
+            f'model "{self.place}:{self.maker}"' + f" ({self.arguments})" * bool(self.arguments),
             "sizes B=4, S=8",
             f"loss {self.loss}",
         ]
-        rows += ["optimizer adamw lr 1e-3 eps 1e-5", f"mesh dp=2{', tp=2' * bool(self.lines)}"]
+        rows += ["optimizer adamw lr 1e-3 eps 1e-5", f"mesh {self.mesh}"]
         for name, (dtype, dims) in named.items():
             rows.append(f"input {name.replace('=', ' as ')} {dtype} [{dims}]")
-            if dims.startswith("B"):
+            if dims.startswith("B") and "dp=" in self.mesh:
                 split = ["B/dp", *("_" for _ in dims.split(", ")[1:])]
                 rows.append(f"shard {name.partition('=')[0]} [{', '.join(split)}]")
         return "\n".join([*rows, self.lines]) + "\n"
@@ -95,7 +111,7 @@ def transformer(name: str) -> nn.Module:
     from benchmarks.outside_table import FAMILIES
 
     head, changes, _ = FAMILIES[name]
-    config_class = type(transformers.AutoConfig.for_model(name))
+    config_class = type(transformers.AutoConfig.for_model(name.partition(" ")[0]))
     default = config_class()
     known = {key: value for key, value in SMALL.items() if hasattr(default, key)}
     arguments = {key: value for key, value in {**known, **changes}.items() if value is not None}
@@ -105,19 +121,22 @@ def transformer(name: str) -> nn.Module:
 
 def timm_model(name: str) -> nn.Module:
     """Make an architecture of timm, for 6 classes."""
-    if "timm" not in sys.modules:
-        stand_ins = {path: _Anything(path) for path in TORCHVISION}
-        sys.modules.update(stand_ins)
-        import timm
-
-        for path in stand_ins:
-            del sys.modules[path]
-    import timm
-
     from benchmarks.outside_table import TIMM
 
-    model: nn.Module = timm.create_model(name, num_classes=6, **TIMM[name])
+    model: nn.Module = without_torchvision("timm").create_model(name, num_classes=6, **TIMM[name])
     return model
+
+
+def without_torchvision(package: str) -> ModuleType:
+    """Import a package beside stand-ins for torchvision."""
+    if package not in sys.modules:
+        import_module("transformers.utils").is_torchvision_available()  # it remembers that there is none
+        stand_ins = {path: _Anything(path) for path in TORCHVISION}
+        sys.modules.update(stand_ins)
+        import_module(package)
+        for path in stand_ins:
+            del sys.modules[path]
+    return sys.modules[package]
 
 
 TORCHVISION = ["torchvision", *(
@@ -131,6 +150,10 @@ class _Anything(ModuleType):
     """A package in which every name is a class."""
 
     __path__: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.outside_models import IMAGE, LARGE, MASKED_PAIR, PAIR, SQUARES, TEXT, Case
+from benchmarks.outside_everyday import everyday_cases, in_layouts
+from benchmarks.outside_models import IMAGE, LARGE, MASKED_PAIR, PAIR, SQUARES, TEXT, VIDEO_TASK, Case
 
 Own = dict[str, Any]
+PLAIN = "benchmarks.outside_plain"
 
 OPT = """
 column **.layers.*.self_attn.{q,k,v}_proj over tp
@@ -33,7 +35,18 @@ CAUSAL: dict[str, Own] = {
                     "kv_lora_rank": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
                     "num_key_value_heads": 4},
     "gpt_oss": {}, "arcee": {}, "lfm2": {}, "xlnet": {"max_position_embeddings": None, "d_inner": 64}, "rwkv": {},
-    "recurrent_gemma": {}, "llama4_text": {}, "modernbert-decoder": {},
+    "recurrent_gemma": {}, "llama4_text": {}, "modernbert-decoder": {}, "doge": {}, "phimoe": {},
+    "mixtral with router logits": {"output_router_logits": True},
+    "reformer": {"is_decoder": True, "attention_head_size": 8, "axial_pos_shape": (4, 2), "num_hashes": 1,
+                 "axial_pos_embds_dim": (16, 16), "attn_layers": ["local", "local"], "feed_forward_size": 64,
+                 "local_attn_chunk_length": 4, "max_position_embeddings": 8},
+    "gemma3n_text": {"laurel_rank": 4, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+                     "num_hidden_layers": 4, "num_kv_shared_layers": 0, "altup_num_inputs": 2,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": [64] * 4,
+                     "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "deepseek_v2": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "q_lora_rank": 16,
+                    "kv_lora_rank": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+                    "num_key_value_heads": 4},
 }  # fmt: skip
 MASKED: dict[str, Own] = {
     "bert": {}, "roberta": {}, "distilbert": {}, "albert": {}, "electra": {}, "deberta": {}, "deberta-v2": {},
@@ -43,7 +56,7 @@ MASKED: dict[str, Own] = {
     "ernie": {}, "esm": {}, "roformer": {}, "rembert": {}, "ibert": {}, "data2vec-text": {}, "megatron-bert": {},
     "xlm-roberta": {}, "luke": {"entity_vocab_size": 16, "entity_emb_size": 8}, "layoutlm": {}, "yoso": {},
 }  # fmt: skip
-STILL = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+STILL = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "distil": False}
 PAIRS: dict[str, Own] = {
     "t5": {}, "mt5": {}, "umt5": {}, "bart": {}, "mbart": {}, "pegasus": {}, "marian": {},
     "m2m_100": STILL, "blenderbot-small": {}, "led": {**STILL, "attention_window": 4},
@@ -76,6 +89,12 @@ SOUND = {"conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOWERS = {"text_config": {**TOWER, "vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 2},
           "vision_config": {**TOWER, "image_size": 16, "patch_size": 8}}  # fmt: skip
+VIDEO = {"image_size": 16, "patch_size": 8, "num_frames": 4}
+VIDEOS: dict[str, Own] = {
+    "videomae": VIDEO,
+    "timesformer": VIDEO,
+    "vivit": {**VIDEO, "patch_size": None, "tubelet_size": [2, 8, 8]},
+}
 BASES: dict[str, tuple[str, Own]] = {
     "wav2vec2": ("input_values", SOUND), "hubert": ("input_values", SOUND), "unispeech": ("input_values", SOUND),
     "wavlm": ("input_values", SOUND), "data2vec-audio": ("input_values", {**SOUND, "conv_pos_kernel_size": 3}),
@@ -86,6 +105,13 @@ BASES: dict[str, tuple[str, Own]] = {
     "clip": ("input_ids pixel_values", {**TOWERS, "projection_dim": 16}), "siglip": ("input_ids pixel_values", TOWERS),
     "vit_mae": ("pixel_values", {"decoder_hidden_size": 32, "decoder_intermediate_size": 64,
                                  "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}),
+    "patchtsmixer": ("past_values", {"num_input_channels": 4, "context_length": 32, "patch_length": 4,
+                                     "patch_stride": 4}),
+    "informer": ("past=past_values past_features=past_time_features observed=past_observed_mask future=future_values"
+                 " future_features=future_time_features",
+                 {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2, 3, 4], "num_time_features": 2,
+                  "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "distil": False}),
+    "chinese_clip": ("input_ids pixel_values", {**TOWERS, "projection_dim": 16}),
     "patchtst": ("past_values", {"num_input_channels": 4, "context_length": 32, "patch_length": 4, "patch_stride": 4}),
 }  # fmt: skip
 
@@ -96,6 +122,7 @@ FAMILIES: dict[str, tuple[str, Own, tuple[str, str]]] = {
     **{name: ("AutoModelForSeq2SeqLM", {}, MASKED_PAIR) for name in ("longt5", "switch_transformers")},
     **{name: ("AutoModelForImageClassification", changes, IMAGE) for name, changes in IMAGES.items()},
     **{name: ("AutoModelForImageClassification", changes, LARGE) for name, changes in LARGES.items()},
+    **{name: ("AutoModelForVideoClassification", changes, VIDEO_TASK) for name, changes in VIDEOS.items()},
     **{name: ("AutoModel", changes, (inputs, SQUARES)) for name, (inputs, changes) in BASES.items()},
 }
 """The head's class, arguments beside the small ones (None: leave that one out), inputs and loss of each family."""
@@ -119,6 +146,8 @@ TIMM: dict[str, Own] = {
     "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
     **{name: {"img_size": 32} for name in ("mixer_s32_224", "gmixer_12_224", "resmlp_12_224", "gmlp_ti16_224")},
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 2, 4)},
+    "davit_tiny": {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2), "window_size": 4},
+    "hiera_tiny_224": {"img_size": 32, "embed_dim": 8, "num_heads": 1, "stages": (1, 1, 1, 1)},
     "mobilenetv3_small_050": {}, "ghostnet_050": {}, "regnetx_002": {},
 }  # fmt: skip
 """The arguments of each architecture of timm."""
@@ -144,6 +173,13 @@ DIFFUSERS: dict[str, tuple[str, Own]] = {
         {"sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 8,
          "num_attention_heads": 4, "joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 32,
          "pos_embed_max_size": 8}),
+    "UNetSpatioTemporalConditionModel": (
+        "latents=sample timesteps=timestep encoder_hidden_states ids3=added_time_ids",
+        {"sample_size": 8, "in_channels": 8, "out_channels": 4, "block_out_channels": (32, 64), "layers_per_block": 1,
+         "num_attention_heads": (2, 4), "cross_attention_dim": 32, "addition_time_embed_dim": 8, "num_frames": 2,
+         "projection_class_embeddings_input_dim": 24,
+         "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+         "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal")}),
     "AutoencoderKL": ("sample", {"in_channels": 4, "out_channels": 4, "block_out_channels": (8,), "norm_num_groups": 4,
                                  "latent_channels": 4, "sample_size": 8}),
 }  # fmt: skip
@@ -163,14 +199,14 @@ X_TRANSFORMERS: dict[str, Own] = {
 def cases() -> dict[str, Case]:
     """Return every model under its plans, by name."""
     table = {
-        "plain nanoGPT": Case("nano_gpt", "", "idx targets", "output.1"),
-        "plain Meta's Llama": Case("meta_llama", "", "tokens targets", "cross_entropy(output, targets)"),
+        "plain nanoGPT": Case("nano_gpt", "", "idx targets", "output.1", place=PLAIN),
+        "plain Meta's Llama": Case("meta_llama", "", "tokens targets", "cross_entropy(output, targets)", place=PLAIN),
     }
     for name, (_, _, task) in FAMILIES.items():
         table[f"transformers {name}"] = Case("transformer", f'name="{name}"', *task)
         if lines := LINES.get(name):
             lines = f'include "{lines}" (tp=2)' if lines.startswith("parc:") else lines
-            table[f"transformers {name} tp=2"] = Case("transformer", f'name="{name}"', *task, lines)
+            table[f"transformers {name} tp=2"] = Case("transformer", f'name="{name}"', *task, lines, "dp=2, tp=2")
     for name in TIMM:
         table[f"timm {name}"] = Case("timm_model", f'name="{name}"', "x labels", "cross_entropy(output, labels)")
     for name, (inputs, _) in DIFFUSERS.items():
@@ -178,4 +214,5 @@ def cases() -> dict[str, Case]:
     for name in X_TRANSFORMERS:
         task = ("ids=x targets", "cross_entropy(output, targets)")
         table[f"x-transformers {name}"] = Case("x_transformer", f'name="{name}"', *task)
-    return table
+    table |= everyday_cases()
+    return table | dict(in_layouts(table))

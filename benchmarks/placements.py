@@ -21,7 +21,7 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.syntax import size_text
 from parc.proposing.axis_price import AxisPrice
 from parc.proposing.cheapest import cheapest_placements
-from parc.proposing.inputs import Guess
+from parc.proposing.guesses import Guess
 from parc.proposing.lines import ModelLine
 from parc.proposing.proposal import Wish, propose
 from parc.step_time import price, seconds_text

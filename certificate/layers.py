@@ -12,7 +12,7 @@ from .meaning import Value
 from .padding import real_entries
 from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
 from .tensors import Tensors
-from .text import Refused
+from .text import Refused, within
 
 Labels = Sequence[Hashable]
 
@@ -245,10 +245,10 @@ def _indices(c: Call) -> tuple[Value, list[Value | None]]:
     if c.line.op.startswith(("aten.index_select.", "aten.repeat_interleave.")):
         x, one, other = c.args
         dim, index = (other, _repeats(c, one)) if ".repeat_interleave." in c.line.op else (one, other)
-        return x, [*[None] * (dim % len(x.dims)), index]
+        return x, [*[None] * (within(dim, len(x.dims))), index]
     if c.line.op.startswith(("aten.index_add.", "aten.index_copy.", "aten.index_fill.")):
         x, dim, index = c.args[:3]
-        return x, [*[None] * (dim % len(x.dims)), index]
+        return x, [*[None] * (within(dim, len(x.dims))), index]
     x, indices = c.args[:2]
     return x, indices
 

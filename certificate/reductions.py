@@ -10,7 +10,7 @@ from .letters import Number, number
 from .meaning import Value
 from .rows import Call, Gradients, demand_type, inverse, like, listed, power, row, slope, wide
 from .tensors import Tensors
-from .text import Refused
+from .text import Refused, within
 from .views import flip
 
 # ---- norms
@@ -145,7 +145,7 @@ def _dim_of_product(c: Call) -> tuple[Value, int, bool]:
     x = c.args[0]
     if c.line.op == "aten.prod.default":
         return c.tensors.reshape(x, (math.prod(x.shape),)), 0, False
-    return x, c.args[1] % len(x.dims), c.at(2, False)
+    return x, within(c.args[1], len(x.dims)), c.at(2, False)
 
 
 @row("aten.prod.dim_int", "aten.prod.default")

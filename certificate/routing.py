@@ -8,19 +8,21 @@ from collections.abc import Callable, Hashable
 from .letters import number
 from .meaning import Value
 from .rows import ROWS, SLOPES, Call, Gradients, row, slope
-from .text import Refused
+from .text import Refused, within
 
 
 def _one_hot(c: Call, index: Value, dim: int, size: int) -> tuple[Value, list[Hashable], list[Hashable]]:
     """Return 1 where an index along a dim is an entry's number, else 0, and the labels of index and entries."""
     t, names = c.tensors, [*range(len(index.dims))]
     marks = t.pointwise("eq", [t.unsqueeze(index, len(names)), c.places(size)])
-    entries = [("entry" if at == dim % len(names) else name) for at, name in enumerate(names)]
+    entries = [("entry" if at == within(dim, len(names)) else name) for at, name in enumerate(names)]
     return marks, [*names, "entry"], entries
 
 
 def _gathered(c: Call, x: Value, dim: int, index: Value) -> Value:
-    if any(a != b for at, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if at != dim % len(x.dims)):
+    if any(
+        a != b for at, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if at != within(dim, len(x.dims))
+    ):
         raise Refused(f"{c.line.op} of {list(x.shape)} by {list(index.shape)} has no rule")
     marks, names, entries = _one_hot(c, index, dim, x.shape[dim])
     return c.tensors.product([marks, x], [names, entries], names[:-1])
@@ -34,7 +36,7 @@ def _scattered(c: Call, part: Value, dim: int, index: Value, size: int) -> Value
 
 def _found(c: Call, op: str, facts: Hashable, x: Value, dim: int, count: int) -> Value:
     """Return which entries along a dim an operator finds, ``count`` of them and no one twice."""
-    names: list[Hashable] = ["along" if at == dim % len(x.dims) else at for at in range(len(x.dims))]
+    names: list[Hashable] = ["along" if at == within(dim, len(x.dims)) else at for at in range(len(x.dims))]
     result: list[Hashable] = ["chosen" if name == "along" else name for name in names]
     return c.tensors.opaque(op, facts, [x], [names], result, ["along"], {"chosen": count})
 
@@ -88,7 +90,7 @@ def _(c: Call) -> Value | tuple[Value, Value]:
 def _(c: Call, g: Value, y: Value) -> Gradients:
     x, index, (dim, keep, _) = c.args[0], c.results[1], _one(c)
     if not keep:
-        dim %= len(x.dims)
+        dim = within(dim, len(x.dims))
         g, index = c.tensors.unsqueeze(g, dim), c.tensors.unsqueeze(index, dim)
     return [_scattered(c, g, dim, index, x.shape[dim])]
 

@@ -19,7 +19,7 @@ from .letters import (
     substitute,
 )
 from .meaning import Table, Value
-from .text import Atom, Dim, Mesh, Refused, Type
+from .text import Atom, Dim, Mesh, Refused, Type, within
 
 MICROBATCH = "#"
 """The letter of the number of a microbatch, as if it were an axis of the mesh."""
@@ -173,7 +173,7 @@ class Tensors:
 
     def total(self, value: Value, dims: Sequence[int], keep: bool = False) -> Value:
         """Return the sum over some dims."""
-        gone = {dim % len(value.dims) for dim in dims} if value.dims else set()
+        gone = {within(dim, len(value.dims)) for dim in dims} if value.dims else set()
         names = list(range(len(value.dims)))
         result = [None if name in gone else name for name in names if keep or name not in gone]
         return self.product([value], [names], result)
@@ -187,7 +187,7 @@ class Tensors:
 
     def largest(self, value: Value, dims: Sequence[int], keep: bool, axes: Sequence[str] = ()) -> Value:
         """Return the maximum over some dims, and over ranks."""
-        gone = {dim % len(value.dims) for dim in dims}
+        gone = {within(dim, len(value.dims)) for dim in dims}
         read, letters, sizes = self.table.letters(value)
         inner = [letter for dim in gone for letter in letters[dim]]
         self._demand_order([read], sizes, inner)
@@ -253,7 +253,7 @@ class Tensors:
     def transpose(self, value: Value, one: int, other: int) -> Value:
         """Return a value with two dims exchanged."""
         order = list(range(len(value.dims)))
-        one, other = one % len(order), other % len(order)
+        one, other = within(one, len(order)), within(other, len(order))
         order[one], order[other] = order[other], order[one]
         return self.permute(value, order)
 
@@ -274,12 +274,12 @@ class Tensors:
 
     def unsqueeze(self, value: Value, dim: int) -> Value:
         """Return a value with one more dim, of size 1."""
-        dim %= len(value.dims) + 1
+        dim = within(dim, len(value.dims) + 1)
         return value._replace(dims=(*value.dims[:dim], (), *value.dims[dim:]))
 
     def squeeze(self, value: Value, dims: Sequence[int]) -> Value:
         """Return a value without some dims of size 1; others stay."""
-        gone = {dim % len(value.dims) for dim in dims if not value.dims[dim % len(value.dims)]}
+        gone = {within(dim, len(value.dims)) for dim in dims if not value.dims[within(dim, len(value.dims))]}
         return value._replace(dims=tuple(dim for at, dim in enumerate(value.dims) if at not in gone))
 
     def part(self, value: Value, dim: int, start: int, size: int, step: int = 1) -> Value:
@@ -288,7 +288,7 @@ class Tensors:
         Raises:
             Refused: they are no such entries.
         """
-        dim %= len(value.dims)
+        dim = within(dim, len(value.dims))
         whole = math.prod(value.dims[dim])
         if start < 0 or start + (size - 1) * step >= whole:
             raise Refused(f"entries {start} to {start + (size - 1) * step} of a dim of {whole}")
@@ -329,12 +329,12 @@ class Tensors:
 
     def select(self, value: Value, dim: int, at: int) -> Value:
         """Return one entry of a dim, without the dim."""
-        dim %= len(value.dims)
-        return self.squeeze(self.part(value, dim, at % math.prod(value.dims[dim]), 1), [dim])
+        dim = within(dim, len(value.dims))
+        return self.squeeze(self.part(value, dim, within(at, math.prod(value.dims[dim])), 1), [dim])
 
     def place(self, value: Value, dim: int, start: int, whole: int, step: int = 1) -> Value:
         """Return a value whose dim is longer: its entries stand from ``start`` on, among zeros."""
-        dim %= len(value.dims)
+        dim = within(dim, len(value.dims))
         read, dims, sizes = self.table.letters(value)
         size = math.prod(value.dims[dim])
         if (size, step) == (whole, 1):
@@ -351,7 +351,7 @@ class Tensors:
 
     def cat(self, values: Sequence[Value], dim: int) -> Value:
         """Return the entries of all values, one behind the other along a dim."""
-        dim %= len(values[0].dims)
+        dim = within(dim, len(values[0].dims))
         whole, start, placed = sum(value.shape[dim] for value in values), 0, []
         for value in values:
             placed.append(self.place(value, dim, start, whole))

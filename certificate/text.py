@@ -26,6 +26,17 @@ class Refused(Exception):
     """The error of a text, an operator or a meaning that the checker does not accept, in words, with its place."""
 
 
+def within(number: int, count: int) -> int:
+    """Return the number of a dim or an entry among so many, which a line may count from the end, as counted from 0.
+
+    Raises:
+        Refused: there is none of that number.
+    """
+    if not -count <= number < count:
+        raise Refused(f"there is no dim or entry {number} among {count}")
+    return number % count
+
+
 class Name(NamedTuple):
     """A value that a line reads."""
 

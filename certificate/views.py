@@ -11,7 +11,7 @@ from .letters import Affine, Letter, number
 from .meaning import Value
 from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, demand_whole, like, listed, row, slope
 from .tensors import Tensors
-from .text import Refused
+from .text import Refused, within
 
 # ---- types
 
@@ -86,12 +86,12 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 @row("aten.permute.default")
 def _(c: Call) -> Value:
     x, order = c.args
-    return c.tensors.permute(x, [dim % len(order) for dim in order])
+    return c.tensors.permute(x, [within(dim, len(order)) for dim in order])
 
 
 @slope("aten.permute.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    order = [dim % len(c.args[1]) for dim in c.args[1]]
+    order = [within(dim, len(c.args[1])) for dim in c.args[1]]
     return [c.tensors.permute(g, [order.index(at) for at in range(len(order))])]
 
 
@@ -171,13 +171,14 @@ def _(c: Call, g: Value, y: Value) -> Gradients:
 @row("aten.select_scatter.default")
 def _(c: Call) -> Value:
     x, part, dim, at = c.args
-    dim, at = dim % len(x.dims), at % x.shape[dim]
+    dim, at = within(dim, len(x.dims)), within(at, x.shape[dim])
     return c.tensors.plus(_without(c.tensors, x, dim, at, 1), _put(c.tensors, part, dim, at, x.shape[dim]))
 
 
 @slope("aten.select_scatter.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
-    dim, at = c.args[2], c.args[3] % g.shape[c.args[2]]
+    dim = within(c.args[2], len(g.dims))
+    at = within(c.args[3], g.shape[dim])
     return [_without(c.tensors, g, dim, at, 1), c.tensors.select(g, dim, at)]
 
 
@@ -189,7 +190,7 @@ def _(c: Call) -> Value:
 @slope("aten.select.int")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     x, dim, at = c.args
-    return [_put(c.tensors, g, dim % len(x.dims), at % x.shape[dim], x.shape[dim])]
+    return [_put(c.tensors, g, within(dim, len(x.dims)), within(at, x.shape[dim]), x.shape[dim])]
 
 
 def _put(t: Tensors, g: Value, dim: int, at: int, size: int) -> Value:
@@ -199,7 +200,7 @@ def _put(t: Tensors, g: Value, dim: int, at: int, size: int) -> Value:
 @row("aten.select_backward.default")
 def _(c: Call) -> Value:
     g, shape, dim, at = c.args
-    return _put(c.tensors, g, dim % len(shape), at % shape[dim], shape[dim])
+    return _put(c.tensors, g, within(dim, len(shape)), within(at, shape[dim]), shape[dim])
 
 
 def _parts(c: Call) -> tuple[int, list[int]]:

@@ -204,6 +204,7 @@ AMPLIFIED = Code("P0259")
 NEAR_TIE = Code("P0266")
 OWN_GRADIENT = Code("P0262")
 OTHER_NUMBERS = Code("P0280")
+NO_DERIVATIVE = Code("P0281")
 
 # ---- the batches that ranks give to a step, and the files that a run writes (P041x)
 

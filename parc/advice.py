@@ -234,7 +234,7 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
     module = compiled.recorded.module
     parameters = inspect.signature(module.forward).parameters
     read = {name for name, node in compiled.captured.placeholders("input").items() if node.users}
-    free = parameters.keys() - {line.parameter for line in compiled.plan.inputs}
+    free = parameters.keys() - {line.parameter.partition(".")[0] for line in compiled.plan.inputs}
     for name, place in passed_on(module, compiled.lines).items():
         line = next(line for line in compiled.plan.inputs if line.name == name)
         message = f"`{name}` is passed as `{place}=`, which {forward_text(module)} does not name"

@@ -9,6 +9,7 @@ from tests.cases.bugs import case
 QUICK = (
     "several_classes, classes in parts", "greatest, classes in parts", "selected, two microbatches",
     "means_of_sequences, two microbatches", "two_fractions, two microbatches", "forward returns nested parts",
+    "forward takes a tuple in a dict",
     "copied layers, pruned",
 )  # fmt: skip
 

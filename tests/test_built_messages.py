@@ -151,6 +151,7 @@ COMMANDS = {
     "P0228": Case("plain", lines=ONE, of="Warming", words=("build", "tiny.parc")),
     "P0229": Case("hooked", lines=ONE, words=("build", "tiny.parc")),
     "P0231": Case("plain", lines=ONE, of="Normalizing", words=("build", "tiny.parc")),
+    "P0281": Case("plain", lines=ONE, of="Stepped"),
     "P0232": Case("seeded", lines=ONE, words=("build", "tiny.parc")),
     "P0234": Case("traced", lines=ONE, words=("build", "tiny.parc")),
     "P0235": Case("plain", lines=ONE, of="Untied"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -116,11 +116,13 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     forward = forward_text(model)
     filled = _inputs_by_parameter(parameters, lines, forward)
     several = {p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL and p.name in filled}
+    said = dict(lines.places)
+    entries = {place: [said.get(name, name).split(".")[1:] for name in names] for place, names in filled.items()}
     in_order = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY
                 or (several and p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL))]  # fmt: skip
     while in_order and in_order[-1] not in filled:
         in_order.pop()
-    named = {place: name for place, (name, *_) in filled.items() if place not in in_order}
+    named = [place for place in filled if place not in in_order]
     required = {p.name for p in parameters.values()
                 if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}  # fmt: skip
     missing = [place for place in parameters if place not in filled and place in {*required, *in_order}]
@@ -129,11 +131,29 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
         raise InputsError(f"no input fills {listed(missing)} of {forward}", help_)
 
     def call(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
-        first = (inputs[name] for place in in_order for name in filled[place])
+        values = {place: [inputs[name] for name in names] for place, names in filled.items()}
+        whole = {place: [with_entries(zip(entries[place], each, strict=True))] if entries[place][0] else each
+                 for place, each in values.items()}  # fmt: skip
         with ending_said():
-            return module(*first, **{place: inputs[name] for place, name in named.items()})
+            return module(*(value for place in in_order for value in whole[place]),
+                          **{place: whole[place][0] for place in named})  # fmt: skip
 
     return call
+
+
+def with_entries(entries: Iterable[tuple[Sequence[str], Any]]) -> Any:
+    """Return a dictionary of values, each under the keys that lead to it; a tuple where these are whole numbers.
+
+    >>> with_entries([(["ids"], 1), (["pair", "1"], 3), (["pair", "0"], 2)])
+    {'ids': 1, 'pair': (2, 3)}
+    """
+    parts: dict[str, list[tuple[Sequence[str], Any]]] = {}
+    for (key, *rest), value in entries:
+        parts.setdefault(key, []).append((rest, value))
+    values = {key: with_entries(inner) if inner[0][0] else inner[0][1] for key, inner in parts.items()}
+    if all(key.isdigit() for key in values):
+        return tuple(values[key] for key in sorted(values, key=int))
+    return values
 
 
 def _inputs_by_parameter(
@@ -145,22 +165,27 @@ def _inputs_by_parameter(
         InputsError: an input has no parameter of its own, and the loss does not read it.
     """
     filled: dict[str, list[str]] = {}
+    taken: dict[str, str] = {}
     said = dict(lines.places)
     for name in lines.inputs:
-        place = said.get(name, name)
+        whole = said.get(name, name)
+        place, _, entry = whole.partition(".")
         if place not in parameters and name not in said and name in lines.loss_reads:
             continue
         parameter = parameters.get(place, _keywords(parameters))
         if parameter is None:
             free = [other for other in parameters if other not in {*lines.inputs, *said.values()}]
             meant = (nearest(place, free) or free)[:1]
-            help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`; " for other in meant)
+            help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`, or, if that is a dictionary, "
+                            f"`as {other}.{name}`; " for other in meant)  # fmt: skip
             way = "leave the line out, or name it in the `loss` line if the loss alone reads it"
             help_ += way if name not in said else f"write one of {forward}"
             raise InputsError(f"{forward} has no parameter `{place}`", help_, (name,))
-        if place in filled and parameter.kind is not parameter.VAR_POSITIONAL:
-            message = f"`{filled[place][0]}` and `{name}` both go to `{place}` of {forward}"
-            raise InputsError(message, "each parameter takes one input", (name,))
+        before = taken.get(whole) or (taken.get(place) if entry else next(iter(filled.get(place, ())), ""))
+        if before and parameter.kind is not parameter.VAR_POSITIONAL:
+            message = f"`{before}` and `{name}` both go to `{whole}` of {forward}"
+            raise InputsError(message, "each parameter takes one input, and each entry of a dictionary", (name,))
+        taken[whole] = name
         filled.setdefault(place, []).append(name)
     return filled
 
@@ -185,7 +210,7 @@ def free_parameters(model: nn.Module, lines: TaskLines) -> frozenset[str]:
     them a model computes no loss of its own."""
     parameters, places = inspect.signature(model.forward).parameters, dict(lines.places)
     named = {name for name, parameter in parameters.items() if parameter.kind not in _SEVERAL}
-    return frozenset(named - {places.get(name, name) for name in lines.inputs} - {LABELS})
+    return frozenset(named - {places.get(name, name).partition(".")[0] for name in lines.inputs} - {LABELS})
 
 
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

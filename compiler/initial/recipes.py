@@ -18,7 +18,14 @@ from ..capture.complex.form import own_form
 from ..capture.experts.forms import stack_lists
 from ..torch_private import loads_with_numbers, shape_environment
 from .nodes import Draw, Read, Replay, Result, in_reals, reachable
-from .recorder import RecipeError, RecipeRecorder, arrays_and_buffers, deep_copies_by_operators, truncated_normals_by
+from .recorder import (
+    RecipeError,
+    RecipeRecorder,
+    arrays_and_buffers,
+    deep_copies_by_operators,
+    dense_for_sparse,
+    truncated_normals_by,
+)
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
@@ -101,8 +108,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
         with (
-            truncated_normals_by(recorder), deep_copies_by_operators(), arrays_and_buffers(recorder),
-            loads_with_numbers(), mode, recorder,
+            truncated_normals_by(recorder), deep_copies_by_operators(), dense_for_sparse(),
+            arrays_and_buffers(recorder), loads_with_numbers(), mode, recorder,
         ):  # fmt: skip
             module = build()
             stack_lists(module)
@@ -143,6 +150,9 @@ def initialize(
         module = build()
     stack_lists(module)
     attribute_tensors(module)
+    for child in module.modules():  # sparse ones, of which recipes have all entries
+        child._buffers.update({name: value.to_dense() for name, value in child._buffers.items()
+                               if value is not None and value.layout is not torch.strided})  # fmt: skip
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, tensor in targets.items():

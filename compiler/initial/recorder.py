@@ -71,6 +71,11 @@ def _check_dense(tensor: Tensor) -> None:
         raise RecipeError(f"a tensor is made sparse ({tensor.layout}): keep it dense, as `to_dense()` gives it")
 
 
+def _of_entries(_: int, dense: int, size: Sequence[int], indices: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor of values at places, and zeros, as a dense one."""
+    return values.new_zeros(size).index_put(tuple(indices.unbind(0)), values, accumulate=values.dtype != torch.bool)
+
+
 class RecipeRecorder(TorchDispatchMode):
     """A mode that runs every operator on fake tensors, and records the node of every storage that it writes."""
 
@@ -107,6 +112,12 @@ class RecipeRecorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if func.overloadpacket is aten._sparse_coo_tensor_with_dims_and_tensors:
+            with self:
+                return _of_entries(*args)
+        if func.namespace == "aten" and func.__name__.startswith("_to_sparse"):  # a recipe has all entries
+            with self:
+                return args[0].clone()
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return self._compute_now(func, args, kwargs)
         written = _written_arguments(func, args, kwargs)
@@ -327,6 +338,19 @@ def deep_copies_by_operators() -> Iterator[None]:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     with mock.patch.object(Tensor, "__deepcopy__", deep_copy):
+        yield
+
+
+@contextmanager
+def dense_for_sparse() -> Iterator[None]:
+    """Enter a block in which a fake tensor that stands for a sparse one may be coalesced."""
+    original = Tensor.coalesce
+
+    def coalesce(tensor: Tensor) -> Tensor:
+        stands = isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+        return tensor if stands else original(tensor)
+
+    with mock.patch.object(Tensor, "coalesce", coalesce):
         yield
 
 

@@ -224,6 +224,10 @@ def _numbers_of_call(
     row = facts(target)
     if row.creates:
         return _creation(_number(row.number_in(args)))
+    if base_name(str(target)).removesuffix("_") == "fill" and isinstance(
+        args[1], (int, float)
+    ):  # of a temporary, as a backward makes a number
+        return _creation(_number(args[1]))
     numbers = []
     for at, argument in enumerate(target._schema.arguments):
         item = args[at] if at < len(args) else kwargs.get(argument.name)

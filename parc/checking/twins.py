@@ -256,13 +256,26 @@ def _small_enough(twin: Compiled) -> Compiled:
     if (work := work_of(twin)) > _MOST_WORK:
         line = twin.plan.verify or twin.plan.model
         message = f"the model is too large to test its numbers: {work:.0e} multiply-adds a step, even small"
-        whole = [name for name, value in twin.plan.model.values if type(value) is int and value > 1]
-        names = [name for name in whole if name not in twin.overrides]
-        help_ = "a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`"
-        if names:
-            help_ = f"give smaller numbers for {listed(names)} in {'the' if twin.overrides else 'a'} `verify` line"
-        raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=help_)])
+        raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=_smaller_ways(twin))])
     return twin
+
+
+_MOST_NAMED = 6
+_LONG = 8
+"""The dims of inputs from which on a message says that they may be shorter."""
+
+
+def _smaller_ways(twin: Compiled) -> str:
+    """Return advice on how a model has less work: the arguments that it has, and the inputs with long dims."""
+    said = [name for name, value in twin.plan.model.values if type(value) is int and value > 1]
+    names = [name for name in said or whole_number_arguments(twin) if name not in twin.overrides][:_MOST_NAMED]
+    ways = [f"give smaller numbers for {listed(names)} in {'the' if twin.overrides else 'a'} `verify` line"] * bool(
+        names
+    )
+    for line in twin.plan.inputs:
+        if any(isinstance(dim, int) and dim > _LONG for dim in line.dims[1:]):
+            ways.append(f"choose shorter dims for `input {line.name}`, which is [{', '.join(map(str, line.dims))}]")
+    return ", or ".join(ways) or "write a model with arguments of smaller sizes, and name these in a `verify` line"
 
 
 def _views(plan: Plan, mesh: Mesh) -> tuple[ViewLine, ...]:

@@ -24,7 +24,7 @@ from parc.grammar.nearest import did_you_mean
 from parc.grammar.source import Span
 
 if TYPE_CHECKING:
-    from parc.proposing.inputs import Guess
+    from parc.proposing.guesses import Guess
     from parc.proposing.lines import ModelLine
     from parc.proposing.proposal import Proposal
 
@@ -212,7 +212,7 @@ def _read_input(text: str) -> tuple[str, Guess]:
     match = _INPUT.fullmatch(text)
     if match is None or match[2] not in _TYPES:
         raise argparse.ArgumentTypeError(f'`{text}` is no input such as "x float32 [B, 3, 32, 32]"')
-    from parc.proposing.inputs import Guess
+    from parc.proposing.guesses import Guess
 
     dims = [dim.strip() for dim in match[3].split(",") if dim.strip()]
     return match[1], Guess(match[2], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))

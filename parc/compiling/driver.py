@@ -39,6 +39,7 @@ from parc.grammar.codes import (
     BAD_RULE,
     FEW_HEADS_EACH,
     MIXED_ROWS,
+    NO_DERIVATIVE,
     NOT_PLACED,
     NOTHING_RETURNED,
     READ_IN_EVAL,
@@ -56,12 +57,13 @@ from parc.passes.placing.partition import Reshard, UnevenTokens
 from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
 from parc.passes.placing.stored import AlreadySplit
+from parc.passes.programs.joint import NoDerivative
 
 # ---- refusals of passes, as errors at lines of the plan
 
 
-PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced
-REFUSALS = (AlreadySplit, UnevenTokens, MixedRows, RuleMisfit, FewHeads, NotPlaced)
+PassError = AlreadySplit | UnevenTokens | MixedRows | RuleMisfit | FewHeads | NotPlaced | NoDerivative
+REFUSALS = (AlreadySplit, UnevenTokens, MixedRows, RuleMisfit, FewHeads, NotPlaced, NoDerivative)
 """The errors of passes that are the plan's or the model's fault."""
 
 
@@ -101,6 +103,9 @@ def refusal(plan: Plan, mesh: Mesh, resolved: Resolved, error: PassError) -> Dia
     if isinstance(error, MixedRows):
         help_ = "compute each row separately; put dropout and statistics before or after the experts"
         return Diagnostic(MIXED_ROWS, str(error), model, help=help_, notes=notes)
+    if isinstance(error, NoDerivative):
+        help_ = "read its operands detached if it is a step or a count, as `torch.heaviside(x.detach(), half)`"
+        return Diagnostic(NO_DERIVATIVE, str(error), model, help=help_, notes=notes)
     return Diagnostic(BAD_RULE, str(error), model, help=error.hint, notes=notes)
 
 

@@ -13,8 +13,8 @@ from parc.compiler.resolve.pattern import Pattern
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.format import format_source
 from parc.grammar.source import Source
-from parc.proposing.inputs import Task
 from parc.proposing.placements import Search, SplitGroup
+from parc.proposing.tasks import Task
 
 # ---- patterns
 
@@ -210,7 +210,8 @@ def plan_text(
     if model.smaller:
         smaller = ", ".join(f"{name}={value}" for name, value in model.smaller.items())
         text.append(f"verify {smaller}  # numbers are tested on a model of these sizes")
-    text += [f"input {name} {guess.text()}" for name, guess in task.inputs.items()]
+    places = {name: f"{name} as {guess.place}" if guess.place else name for name, guess in task.inputs.items()}
+    text += [f"input {places[name]} {guess.text()}" for name, guess in task.inputs.items()]
     sizes = ", ".join(f"{name}={size}" for name, size in task.sizes.items())
     meant = "B: the samples of a step, over all ranks"
     meant += "; S: the length of sequences, for you to choose" * ("S" in task.sizes)

@@ -37,9 +37,11 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 from parc.passes.calls import operands_of, substitute_nodes, tensors_of
-from parc.proposing.inputs import Caller, ForwardCall, Guess, Task, tasks_of
+from parc.proposing.guesses import Guess
+from parc.proposing.inputs import LARGE_WORK, Caller, ForwardCall
 from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
+from parc.proposing.tasks import Task, tasks_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
         raise PlanError([_no_inputs(plan, caller, call)])
     if unknown := caller.unknown(call)[1:]:
         raise PlanError([_unknown(plan, unknown)])
-    if entries(recorded.module) > LARGE:
+    if entries(recorded.module) > LARGE or call.tried.work > LARGE_WORK:
         progress("looking for a smaller model of the same structure")
         smaller = _smaller(plan, recorded, call, folder)
         wish = replace(wish, model=replace(wish.model, smaller=smaller))

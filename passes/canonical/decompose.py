@@ -161,6 +161,12 @@ def _matmul(c: Canonicalizer, node: fx.Node) -> None:
     node.args = tuple(pair)
 
 
+@rewrites(aten._sparse_mm.default)
+def _dense_product(c: Canonicalizer, node: fx.Node) -> None:
+    """Compute a product with all entries of a sparse operand, as recipes have them."""
+    node.target = aten.mm.default
+
+
 @rewrites(aten.broadcast_tensors.default)
 def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
     """Expand each tensor to the common shape by itself; one that has that shape stays as it is."""

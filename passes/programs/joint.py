@@ -4,6 +4,7 @@ recorder with which autograd is traced."""
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -32,6 +33,20 @@ from .segments import Segment, kept_values, may_remake, node_type
 
 class InternalTypeFault(AssertionError):
     """The error of types that contradict each other inside the compiler: parc's fault, never the user's."""
+
+
+class NoDerivative(ValueError):
+    """The error of an operator that has no derivative in torch, where a gradient goes through it. ``operator`` is its
+    name."""
+
+    def __init__(self, segment: Segment, operator: str) -> None:
+        named = (node for node in segment.nodes if f".{operator}." in str(node.target))
+        self.origin = next((noted(node).origin for node in named), noted(segment.nodes[0]).origin)
+        where = f"in `{self.origin.module}`: " if self.origin.module else ""
+        super().__init__(f"{where}a gradient goes through `{operator}`, of which torch has no derivative")
+
+
+_UNDERIVED = re.compile(r"derivative for aten::(\w+) is not implemented")
 
 
 @dataclass(slots=True)
@@ -79,6 +94,7 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
     """Trace ``outputs, gradients = segment(inputs, tangents)``. Equal segments need one trace.
 
     Raises:
+        NoDerivative: torch has no derivative of an operator through which a gradient goes.
         InternalTypeFault: types contradict each other.
     """
     record = _Record()
@@ -97,7 +113,12 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
         wanted = [leaf for leaf, flow in zip(leaves, flows, strict=True) if flow]
         gradients: Sequence[Any] = [None] * len(wanted)
         if wanted and flowing:
-            gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
+            try:
+                gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
+            except RuntimeError as error:
+                if (named := _UNDERIVED.search(str(error))) is None:
+                    raise
+                raise NoDerivative(segment, named[1].removeprefix("_")) from None
         record.claim(recorder.graph, noted(segment.nodes[0]).origin)
     graph = recorder.finish((tuple(outputs), tuple(gradients)))
     return _typed_joint(graph, segment, record, flows, flowing, mesh)
@@ -300,6 +321,9 @@ def write_functional(graph: fx.Graph) -> None:
             if form is None:
                 raise TypeFault(f"{node.target} has no form that returns its result")
             node.target = form
+            if form is aten.fill.Scalar:  # of a temporary: nothing of it is read
+                shape, number = list(noted(node).value.shape), node.args[1]
+                node.target, node.args, node.kwargs = aten.full.default, (shape, number), {}
         if node.target is aten.convolution_backward.default and not node.args[10][2]:
             node.update_arg(3, None)  # the bias's sizes, which may equal those of another dim by chance
 

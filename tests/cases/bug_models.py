@@ -141,6 +141,15 @@ class OneDict(Given):
         return self.classes(batch["tokens"])
 
 
+class OnePair(Given):
+    """It takes a tuple in a dict."""
+
+    def forward(self, batch: dict[str, tuple[Tensor]]) -> Tensor:
+        """``[b, s]`` to ``[b, 3]``."""
+        (tokens,) = batch["pair"]
+        return self.classes(tokens)
+
+
 class Scaled(nn.Module):
     """A layer times a buffer."""
 

@@ -60,13 +60,13 @@ def _of_words(name: str, loss: models.Loss, lines: str, tied: bool = False, expe
     return Bug(model, _WORDS, call, lines, partial(models.Words, tied), plain, expected)
 
 
-def _given(name: str, expected: str = "right", output: str = "output") -> Bug:
+def _given(name: str, expected: str = "right", output: str = "output", place: str = "tokens") -> Bug:
     make: Callable[[], models.Given] = getattr(models, name)
 
     def plain(module: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(module.classes(batch["tokens"]), batch["classes"])
 
-    inputs = "input tokens int64 [B, 8]\ninput classes int64 [B]"
+    inputs = f"input tokens{f' as {place}' * (place != 'tokens')} int64 [B, 8]\ninput classes int64 [B]"
     lines = "mesh dp=2\nshard tokens [B/dp, _]\nshard classes [B/dp]"
     return Bug(f'{name}"', inputs, f"cross_entropy({output}, classes)", lines, make, plain, expected)
 
@@ -97,7 +97,9 @@ BUGS = {
     "forward by position": _given("ByPosition"),
     "forward returns nested parts": _given("Nested", output="output.out.0.0"),
     "forward returns no tensor": _given("Nested", "P0224"),
-    "forward takes a dict": _given("OneDict", "P0206"),
+    "forward takes a dict, and no line says so": _given("OneDict", "P0206"),
+    "forward takes a dict": _given("OneDict", place="batch.tokens"),
+    "forward takes a tuple in a dict": _given("OnePair", place="batch.pair.0"),
     **{f"copied layers, {kind}": _copies(kind) for kind in models.LAYERS},
 }  # fmt: skip
 """The cases."""

@@ -24,6 +24,10 @@ class Net(nn.Module):
         self.instances = nn.InstanceNorm1d(4, track_running_stats=kind == "instances")
         if kind == "sparse":
             self.register_buffer("heads", torch.ones(2, 3, dtype=torch.bool).to_sparse(), persistent=False)
+            places, values = torch.tensor([[0, 3, 5, 3], [1, 2, 2, 2]]), torch.arange(4.0)
+            self.register_buffer(
+                "near", torch.sparse_coo_tensor(places, values, (16, 16), check_invariants=False).coalesce()
+            )
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """``[b, 16]`` and ``[b, 6]`` to ``[b, 4]``."""
@@ -95,11 +99,17 @@ KINDS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "a number of values": lambda net, h, _: h * len(torch.unique(h.argmax(1))),
     "ctc": _ctc,
     "bits of numbers": _bits,
-    "sparse": lambda net, h, _: h,
+    "sparse": lambda net, h, _: h + torch.sparse.mm(net.near, h.t()).t(),
     "instances": lambda net, h, _: net.instances(h.view(-1, 4, 4)).flatten(1),
     "products of prefixes": lambda net, h, _: torch.cumprod(torch.sigmoid(h) + 0.5, 1),
     "prefixes": lambda net, h, _: torch.cumprod(torch.logcumsumexp(h.cumsum(1) / 4, 1) / 4, 1),
     "extremes of prefixes": lambda net, h, _: h.cummax(1).values + h.cummin(1).values,
+    "inverse tangents": lambda net, h, _: torch.atanh(h * 0.9),
+    "between two": lambda net, h, _: torch.lerp(h, net.inner(h), torch.sigmoid(h)),
+    "a fraction added": lambda net, h, _: torch.addcdiv(h, net.inner(h), h.abs() + 1, value=0.5),
+    "quantiles": lambda net, h, _: h * torch.quantile(h, 0.5, dim=1, keepdim=True),
+    "steps": lambda net, h, _: h * torch.heaviside(h, torch.tensor(0.5)),
+    "whole quotients": lambda net, h, _: h + torch.floor_divide(h, h.abs() + 1),
     **{f"autocast {name}": _autocast(of) for name, of in NARROW.items()},
 }
 

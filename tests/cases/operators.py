@@ -33,7 +33,8 @@ REFUSED = {
     "a number of values": "P0202",
     "ctc": "P0202",
     "bits of numbers": "P0205",
-    "sparse": "P0201",
+    "steps": "P0281",
+    "whole quotients": "P0281",
     "table frequency=true, bag=true": "P0205",
 }
 """The codes of the cases that are refused; all others are verified."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certificate.meaning import Table
 from certificate.programs import Reader
 from certificate.rows import ROWS
-from certificate.text import read_program
+from certificate.text import Refused, read_program
 from parc.compiler.layout.pieces import take
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.program.text import parse_program
@@ -339,3 +339,12 @@ def test_a_mask_that_is_added_is_not_one_that_hides() -> None:
         operands = [reader.tensors.piece(table.leaf(p.name, p.type.shape), p.type) for p in function.parameters]
         nodes.add(reader.run(program, function, operands).values["output y"].node)
     assert len(nodes) == 2
+
+
+@pytest.mark.parametrize(("dim", "at"), [(2, 0), (-3, 0), (0, 4), (1, -7)])
+def test_no_dim_and_no_entry_is_counted_around(dim: int, at: int) -> None:
+    tensors = Reader(Table(AXES), read_program("programs/model.py", _text(MODELS["attention"][0])[0]).mesh).tensors
+    x = tensors.leaf("x", (4, 6))
+    assert tensors.select(x, 0, -1).shape == (6,)
+    with pytest.raises(Refused, match="there is no dim or entry"):
+        tensors.select(x, dim, at)

@@ -29,10 +29,11 @@ class Input(Directive):
     An input goes to the parameter of the model's forward that has its name, or the name after `as`; the order of
     `input` lines does not matter. If forward has no such parameter, the input goes to the loss alone if the loss names
     it; else into forward's `**kwargs`, with a note. If forward takes any number of tensors, as `*xs`, all inputs `as
-    xs` go there, in the plan's order. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
+    xs` go there, in the plan's order. If it takes a dictionary or a tuple, `as batch.tokens` and `as batch.0` are
+    entries of these. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
     """
 
-    USAGE = "input NAME [as NAME] TYPE LAYOUT"
+    USAGE = "input NAME [as PATH] TYPE LAYOUT"
     ONCE = False
 
     name: str = argument(lambda line: line.text("name"))
