@@ -161,6 +161,9 @@ def search_words(outcome: SearchResult) -> Iterator[str]:
     counts += [f"{outcome.alike:,} choices make a plan that another makes"] if outcome.alike else []
     counts += [f"{count:,} cut by {kind}" for kind, count in outcome.cut.most_common()]
     yield "; ".join(counts)
+    if outcome.structures:
+        estimating, compiling = (seconds_text(outcome.seconds[part]) for part in ("estimates", "compiling"))
+        yield f"estimated in {estimating} from {outcome.structures} structures; the best were compiled in {compiling}"
     yield from (
         f"  {kind}: {reason.words}, with {choice_text(choice)}" for kind, (choice, reason) in outcome.nearest.items()
     )
@@ -202,6 +205,7 @@ def search_json(outcome: SearchResult) -> dict[str, Any]:
             }
             for one in outcome.best
         ],
+        "seconds": dict(outcome.seconds), "structures": outcome.structures,
         "priced": outcome.priced, "alike": outcome.alike, "cut": dict(outcome.cut), "stopped": outcome.stopped,
     }  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,6 +46,19 @@ class SearchResult:
 
     structures: int = 0
     """The structures that were compiled for estimates, 0 where every choice was compiled."""
+    estimates: list[Estimate] = field(default_factory=list, repr=False)
+    """The estimates of all choices that fit, each in every order of the mesh that is another, fastest first."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The seconds that the search took for "estimates" and for "compiling" plans."""
+
+    @contextmanager
+    def taking(self, part: str) -> Iterator[None]:
+        """Count the seconds of a part of the search."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def keep(self, priced: PricedPlan, top: int) -> None:
         """Keep a plan if it is among the best."""
@@ -93,7 +108,8 @@ def search(
     layers = counted_layers(example, prices.folder) if Estimator.serves(plan, example) and len(choices) > top else None
     try:
         if layers is None:
-            _by_compiling(outcome, choices, prices, top, keep_order, report)
+            with outcome.taking("compiling"):
+                _by_compiling(outcome, choices, prices, top, keep_order, report)
         else:
             estimator = Estimator(plan, example, layers, prices.cluster, keep_order)
             _by_estimates(outcome, choices, estimator, prices, top, report)
@@ -152,23 +168,34 @@ def _by_estimates(
     report: Report,
 ) -> None:  # fmt: skip
     """Estimate each choice by its structure, and compile and price the best."""
+    with outcome.taking("estimates"):
+        _estimate(outcome, choices, estimator, report)
+    with outcome.taking("compiling"):
+        _compile_best(outcome, estimator, prices, top, report)
+
+
+def _estimate(outcome: SearchResult, choices: Sequence[OpenChoice], estimator: Estimator, report: Report) -> None:
+    """Estimate each choice by its structure."""
     structures = _structures(outcome, choices, estimator)
-    estimates: list[Estimate] = []
     done, total = 0, sum(map(len, structures.values()))
     try:
-        for number, of_structure, rejections in each_structure(estimator, structures):
-            estimates += of_structure
+        for number, estimates, rejections in each_structure(estimator, structures):
+            outcome.estimates += estimates
+            outcome.structures += 1
             done += number
             for choice, reason in rejections:
                 outcome.reject(choice, reason)
-            report(done, total, min((one.figures.seconds for one in estimates), default=None))
+            report(done, total, min((one.figures.seconds for one in outcome.estimates), default=None))
     except KeyboardInterrupt:  # the best so far are still compiled; a second Ctrl-C ends that too
         outcome.stopped = True
-    outcome.priced = len(estimates)
-    outcome.structures = len(structures)
-    estimates.sort(key=lambda one: one.figures.seconds)
+    outcome.priced = len(outcome.estimates)
+    outcome.estimates.sort(key=lambda one: one.figures.seconds)
+
+
+def _compile_best(outcome: SearchResult, estimator: Estimator, prices: ExactPrices, top: int, report: Report) -> None:
+    """Compile and price the plans that are estimated to be the best."""
     chosen = set[object]()
-    for tried, one in enumerate(estimates):
+    for tried, one in enumerate(outcome.estimates):
         if len(outcome.best) == top or tried > _MOST_TRIED * top:
             break
         closed = estimator.closed(one)
