@@ -198,10 +198,13 @@ def _factored(ranks: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _with_lines(texts: Sequence[str], lines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield lines, with others in place of those that begin with some words."""
+    """Yield lines, with others in place of those that begin with some words, or behind all where none does."""
+    left = dict(lines)
     for text in texts:
-        new = next((new for words, new in lines.items() if " ".join(text.split()).startswith(words)), None)
-        yield from [text] if new is None else new
+        begin = next((words for words in lines if " ".join(text.split()).startswith(words)), None)
+        yield from [text] if begin is None else left.pop(begin, ())
+    for new in left.values():
+        yield from new
 
 
 def open_words(lets: Iterable[OpenLet]) -> str:

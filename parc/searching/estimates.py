@@ -20,6 +20,7 @@ from parc.compiler.clock.cluster import Cluster
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.sweeps import SweptLinks, sweep_over
 from parc.compiler.layout.mesh import Mesh, UnevenNodes, node_levels
+from parc.compiler.layout.placement import Split
 from parc.compiler.layout.sweep import Lanes
 from parc.compiler.plan.open_plan import OpenChoice, OpenPlan
 from parc.compiler.plan.plan import Plan
@@ -112,6 +113,8 @@ class Estimator:
     cluster: Cluster
     keep_order: bool = False
     _captures: dict[int, Captures] = field(default_factory=dict)
+    _splitting: tuple[str, ...] | None = None
+    """The axes over which weights are split as they are computed with, once a structure has shown them."""
 
     @classmethod
     def serves(cls, plan: OpenPlan, example: Plan) -> bool:
@@ -189,8 +192,9 @@ class Estimator:
 
     # ---- structures
 
-    def structure(self, key: StructureKey) -> Structure:
-        """Compile a structure.
+    def structure(self, key: StructureKey, shrink: float = 1.0) -> Structure:
+        """Compile a structure. Weights of the plans that it stands for are smaller than its own by a factor, so its
+        buckets are larger by as much.
 
         Raises:
             PlanError: it is no plan.
@@ -198,14 +202,27 @@ class Estimator:
         staged, first = self.pipe in key.several, self.layers.unlike
         counts = (first + sum(MIDDLE) + 2,) if staged else tuple(first + count for count in SHORT)
         for prime in _PRIMES:
-            plan, samples = self._plan(key, prime)
+            plan, samples = self._plan(key, prime, shrink)
             compiled = [compile_with(self._captured(count), plan) for count in counts]
             dims = {dim for one in compiled for type_ in one.build.types.values() for dim in type_.shape}
             if all(dim % samples for dim in dims if dim):
                 break
+        if self._splitting is None:
+            storing = {self.pipe, *(line.axis.text for line in self.example.zero)}
+            placed = [type_.placement.items() for type_ in compiled[0].build.types.values()]
+            axes = {axis for items in placed for axis, kind in items if isinstance(kind, Split)}
+            self._splitting = tuple(axes - storing)
         return Structure(compiled, samples)
 
-    def _plan(self, key: StructureKey, prime: int) -> tuple[Plan, int]:
+    def _shrink(self, key: StructureKey, choices: Sequence[SizedChoice]) -> float:
+        """Return by how much the weights of most of these choices are smaller than those of their structure."""
+        if self._splitting is None:
+            self.structure(key)
+        assert self._splitting is not None
+        free = [axis for axis in self._splitting if axis in key.several and axis not in dict(key.fixed)]
+        return float(np.median([math.prod(dict(sizes.axes)[axis] / 2 for axis in free) for _, sizes in choices]))
+
+    def _plan(self, key: StructureKey, prime: int, shrink: float = 1.0) -> tuple[Plan, int]:
         """Return the plan of a structure, and the samples of its microbatches: so many for each of its ranks.
 
         Raises:
@@ -234,7 +251,11 @@ class Estimator:
         if any(samples % size for axis, size in axes.items() if axis != self.pipe):
             samples *= math.prod(fixed.values())
         opened = replace(self.plan, batch=samples * microbatches)
-        return opened.read(opened.closed(choice, lines=lines, mesh=axes)), samples
+        plan = opened.read(opened.closed(choice, lines=lines, mesh=axes))
+        if shrink != 1.0:
+            lines["bucket"] = [f"bucket {int(plan.bucket * shrink)}B"]
+            plan = opened.read(opened.closed(choice, lines=lines, mesh=axes))
+        return plan, samples
 
     def _captured(self, layers: int) -> Captures:
         if layers not in self._captures:
@@ -258,7 +279,7 @@ class Estimator:
         """Return the estimates of choices of one structure, one for each order of the mesh that is another; and those
         that do not fit, with the reason."""
         try:
-            structure = self.structure(key)
+            structure = self.structure(key, self._shrink(key, choices))
         except PlanError as error:
             return [], [(choice, rejected(error)) for choice, _ in choices]
         orders = {axes: [*self._placed(structure, axes)] for axes in dict.fromkeys(sizes.axes for _, sizes in choices)}

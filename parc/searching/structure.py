@@ -390,14 +390,17 @@ def pipeline(
         return part.at(layers, 0 in of_rank[rank], stages - 1 in of_rank[rank])
 
     actions = _played(name, stages, microbatches, chunks)
-    ends = play(actions, seconds, step.send, [role(step.before, rank) + role(step.first, rank)
-                                              for rank in range(len(of_rank))])  # fmt: skip
+    begun = [
+        role(step.before, rank) + step.first.at(cuts[min(of)], 0 in of, stages - 1 in of)
+        for rank, of in enumerate(of_rank)
+    ]
+    ends = play(actions, seconds, step.send, begun)
     after = [role(step.last, rank) + role(step.after, rank) for rank in range(len(of_rank))]
     totals = [end + more for end, more in zip(ends, after, strict=True)]
     total = greatest(*totals) if len(totals) > 1 else totals[0]
     busy = [
-        sum(seconds[action.stage, action.kind] for action in rank_actions if action.works) + role(step.before, rank)
-        + role(step.first, rank) + after[rank] for rank, rank_actions in enumerate(actions.values())
+        sum(seconds[action.stage, action.kind] for action in rank_actions if action.works) + begun[rank] + after[rank]
+        for rank, rank_actions in enumerate(actions.values())
     ]  # fmt: skip
     peaks = {  # those of the first and the last stage are of one block, in which less is under way
         (stage, kind): greatest(part.at(cuts[stage], stage == 0, stage == stages - 1), part.at(cuts[stage], 0, 0))
