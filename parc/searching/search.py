@@ -48,6 +48,8 @@ class SearchResult:
     """The structures that were compiled for estimates, 0 where every choice was compiled."""
     estimates: list[Estimate] = field(default_factory=list, repr=False)
     """The estimates of all choices that fit, each in every order of the mesh that is another, fastest first."""
+    estimator: Estimator | None = field(default=None, repr=False)
+    """The maker of the estimates."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The seconds that the search took for "estimates" and for "compiling" plans."""
 
@@ -111,8 +113,8 @@ def search(
             with outcome.taking("compiling"):
                 _by_compiling(outcome, choices, prices, top, keep_order, report)
         else:
-            estimator = Estimator(plan, example, layers, prices.cluster, keep_order)
-            _by_estimates(outcome, choices, estimator, prices, top, report)
+            outcome.estimator = Estimator(plan, example, layers, prices.cluster, keep_order)
+            _by_estimates(outcome, choices, outcome.estimator, prices, top, report)
     except KeyboardInterrupt:
         outcome.stopped = True
     if not outcome.best:
