@@ -46,6 +46,7 @@ _LONGEST = 4096
 _MOST_UNNAMED = 4  # inputs of a forward that names none
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+), got 0\)")
+_OF_SEQUENCES = 3  # dims
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
 
 
@@ -279,10 +280,17 @@ class Caller:
         for length in (length for length in powers if length != best.sizes[BATCH]):
             yield replace(best, sizes={**best.sizes, "S": length})
         for name in best.guesses:
-            for guess in self._options(name):
+            for guess in self._options(name) if len(best.guesses) == 1 or self._matters(best, name) else ():
                 yield replace(best, guesses={**best.guesses, name: replace(guess, place=best.guesses[name].place)})
         for length in (*powers, *lengths):  # a length equal to B fits where a sample and a position are confused
             yield replace(best, sizes={**best.sizes, "S": length})
+
+    def _matters(self, best: ForwardCall, name: str) -> bool:
+        """Return whether a call fails elsewhere, or in other words, with a tensor of other dims for a parameter."""
+        firsts = {len(guess.dims): guess for guess in reversed(self._options(name))}
+        tries = [self.call({**best.guesses, name: replace(guess, place=best.guesses[name].place)}, best.sizes)
+                 for guess in firsts.values()]  # fmt: skip
+        return any(tried.rank != best.tried.rank or str(tried.error) != str(best.tried.error) for tried in tries)
 
     def _options(self, name: str) -> list[Guess]:
         """Return the tensors that a parameter may take, those first that the model's first layers read."""
@@ -291,6 +299,8 @@ class Caller:
         words = str(self.parameters[name].annotation) if name in self.parameters else ""
         whole, real = "Long" in words or "Int" in words, "Float" in words
         guesses = list(self._guesses)
+        if name in self.parameters and name != next(iter(self.parameters)):  # beside pictures, not more of these
+            guesses.sort(key=lambda guess: len(guess.dims) > _OF_SEQUENCES)
         if "Bool" in words or _MASK in name.lower():
             dims = dict.fromkeys(((BATCH, "S"), *(guess.dims for guess in guesses), ("S", "S"), (BATCH, "S", "S")))
             masks = [Guess("bool", each) for each in dims]
