@@ -31,7 +31,7 @@ from parc.proposing.guesses import Guess, ReadLayers, model_numbers, named_dims
 
 SAMPLES, LENGTH = 8, 128
 _SECONDS = 12  # of the processor
-LARGE_WORK = 500_000_000
+_LARGE_WORK = 500_000_000
 """The multiply-adds of a forward from which on parc looks for smaller inputs."""
 _MANY_OPERATORS = 1500  # of a forward that goes through its sequence in Python
 _FEWER = 1.5  # times, for a sequence of half the length
@@ -217,21 +217,19 @@ class Caller:
                 yield ForwardCall(guesses, sizes, self.call(guesses, sizes))
 
     def _shorter(self, best: ForwardCall) -> ForwardCall:
-        """Return a call on smaller pictures and shorter sequences, as long as a forward has more work than a test of
-        its numbers should have, and gives as many tensors."""
+        """Return a call on smaller pictures, as long as a forward has more work than a test of its numbers should have,
+        and on shorter sequences, as long as its Python goes through them; it gives as many tensors."""
         results = len(list(tensors_in(best.tried.output)))
-        while best.tried.work > LARGE_WORK or best.tried.operators > _MANY_OPERATORS:
+        while (large := best.tried.work > _LARGE_WORK) or best.tried.operators > _MANY_OPERATORS:
             halved = {name: guess if name in self.known else _halved(guess) for name, guess in best.guesses.items()}
             sizes = {**best.sizes, "S": best.sizes["S"] // 2} if self._free else best.sizes
-            for call in (ForwardCall(halved, best.sizes, best.tried), ForwardCall(best.guesses, sizes, best.tried)):
-                tried = self.call(call.guesses, call.sizes)
-                less = tried.work < best.tried.work if best.tried.work > LARGE_WORK else (
-                    tried.operators * _FEWER <= best.tried.operators)  # fmt: skip
-                if tried.error is None and less and len(list(tensors_in(tried.output))) == results:
-                    best = replace(call, tried=tried)
-                    break
-            else:
+            call = replace(best, guesses=halved) if large and halved != best.guesses else replace(best, sizes=sizes)
+            tried = self.call(call.guesses, call.sizes)
+            fewer = tried.operators * _FEWER <= best.tried.operators
+            less = fewer or (call.sizes == best.sizes and tried.work < best.tried.work)
+            if tried.error is not None or not less or len(list(tensors_in(tried.output))) != results:
                 return best
+            best = replace(call, tried=tried)
         return best
 
     def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
