@@ -30,7 +30,7 @@ from parc.compiler.torch_private import quiet
 from parc.proposing.guesses import Guess, ReadLayers, model_numbers, named_dims
 
 SAMPLES, LENGTH = 8, 128
-_SECONDS = 12  # of the processor
+_SECONDS = 40  # of the processor
 _LARGE_WORK = 500_000_000
 """The multiply-adds of a forward from which on parc looks for smaller inputs."""
 _MANY_OPERATORS = 1500  # of a forward that goes through its sequence in Python
@@ -47,6 +47,7 @@ _MOST_UNNAMED = 4  # inputs of a forward that names none
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+), got 0\)")
 _OF_SEQUENCES = 3  # dims
+_MOST_BESIDE = 200  # guesses for what stands beside the first input
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
 
 
@@ -162,7 +163,7 @@ class Caller:
             further = max(more, key=lambda call: call.tried.rank, default=best)
             if further is best or (not told and further.tried.rank <= best.tried.rank):
                 break
-            best = further
+            best = self._climb(further)
         return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
 
     def _with_entry(self, best: ForwardCall) -> Iterator[ForwardCall]:
@@ -237,7 +238,7 @@ class Caller:
         derive their other inputs from these."""
         for name in sorted(optional, key=lambda name: not _is_target(name)):
             if name not in best.guesses and time.process_time() < self._end:
-                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
+                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}), name)
                 yield more
                 if more.tried.error is None:
                     return
@@ -252,13 +253,14 @@ class Caller:
                 if (tried := self.call(guesses, call.sizes)).error is None:
                     yield name, ForwardCall(guesses, call.sizes, tried)
 
-    def _climb(self, start: ForwardCall) -> ForwardCall:
-        """Return the best call by hill climbing: one guess, or the length of sequences, is changed at a time."""
+    def _climb(self, start: ForwardCall, only: str = "") -> ForwardCall:
+        """Return the best call by hill climbing: one guess, or the length of sequences, is changed at a time; of the
+        guesses ``only`` that for one parameter, if it is named."""
         best = replace(start, tried=self.call(start.guesses, start.sizes))
         moved = True
         while moved and best.tried.error is not None:
             moved = False
-            for changed in self._changes(best):
+            for changed in self._changes(best, only):
                 if time.process_time() > self._end:
                     return best
                 if not any(BATCH in guess.dims for guess in changed.guesses.values()):
@@ -270,14 +272,14 @@ class Caller:
                     break
         return best
 
-    def _changes(self, best: ForwardCall) -> Iterator[ForwardCall]:
+    def _changes(self, best: ForwardCall, only: str) -> Iterator[ForwardCall]:
         """Yield calls that differ in one thing: the length of sequences, first as a power of two, or one guess."""
         sized = self._free and any("S" in guess.dims for guess in best.guesses.values())
         lengths = self._lengths if sized else []
         powers = _LENGTHS if sized else ()
         for length in (length for length in powers if length != best.sizes[BATCH]):
             yield replace(best, sizes={**best.sizes, "S": length})
-        for name in best.guesses:
+        for name in [only] if only else best.guesses:
             for guess in self._options(name) if len(best.guesses) == 1 or self._matters(best, name) else ():
                 yield replace(best, guesses={**best.guesses, name: replace(guess, place=best.guesses[name].place)})
         for length in (*powers, *lengths):  # a length equal to B fits where a sample and a position are confused
@@ -299,6 +301,7 @@ class Caller:
         guesses = list(self._guesses)
         if name in self.parameters and name != next(iter(self.parameters)):  # beside pictures, not more of these
             guesses.sort(key=lambda guess: len(guess.dims) > _OF_SEQUENCES)
+            guesses = guesses[:_MOST_BESIDE]
         if "Bool" in words or _MASK in name.lower():
             dims = dict.fromkeys(((BATCH, "S"), *(guess.dims for guess in guesses), ("S", "S"), (BATCH, "S", "S")))
             masks = [Guess("bool", each) for each in dims]
@@ -320,12 +323,13 @@ class Caller:
 
 
 class _Counter(TorchDispatchMode):
-    """A mode that counts operators, and the multiply-adds of products."""
+    """A mode that counts operators but for views, which differ for one product from form to form, and the
+    multiply-adds of products."""
 
     count = work = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not (function.is_view or function is torch.ops.aten._unsafe_view.default)
         result = function(*args, **(kwargs or {}))
         if (operations := flop_registry.get(function._overloadpacket)) is not None:
             self.work += operations(*args, **(kwargs or {}), out_val=result) // 2
