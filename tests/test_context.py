@@ -182,3 +182,14 @@ def test_real_ranks_train_on_parts_of_sequences_as_one_on_the_whole(tmp_path: Pa
     losses = [plain.step(token_batch()).loss for _ in range(3)]
     for found in run_ranks(long_runs, 4, *paths):
         assert found == [pytest.approx(losses, rel=1e-5)] * 2
+
+
+def test_a_range_that_begins_with_one_sample_a_rank_says_where_it_may_begin() -> None:
+    line = "context blocks.* dim S over cp using gather\n"
+    model, mesh = 'mask="causal"', "dp=2, cp=2"
+    text = PLAN.format(model=model, mesh=mesh, length="24") + line
+    with pytest.raises(PlanError) as error:
+        compiled(text.replace("B=2,", "B=2..8 by 2,"), ROOT / "tests")
+    assert error.value.diagnostics[0].code.name == "P0225"
+    assert str(error.value).endswith("help: begin the range of B above 2, and make a build of its own for B=2")
+    compiled(text.replace("B=2,", "B=4..8 by 2,"), ROOT / "tests")

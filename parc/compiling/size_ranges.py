@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from parc.compiler.plan.plan import Plan
 from parc.compiler.sizes.polynomials import Ranges, Sizes, choices_of, moving, sample_points
-from parc.compiler.sizes.size_range import SizeRange
+from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import Misfit, ShapeFault, Template, sizes_text
 from parc.grammar.codes import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -104,6 +104,11 @@ def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
              for sizes, row in zip((first, second), misfit.rows, strict=True)]  # fmt: skip
     help_ = "choose a smaller range that contains only one of the two sizes, and make a build for each part"
     help_ += "; or use a larger step, if the sizes differ in what divides them"
+    few = min((point[BATCH] for point in misfit.points if BATCH in point), default=0)
+    in_parts = ["[(" in row for row in misfit.rows]
+    if plan.context and any(in_parts) and not all(in_parts):
+        notes.append("a rank with one sample has a part of one sequence, and one with more has a part of each")
+        help_ = f"begin the range of {BATCH} above {few}, and make a build of its own for {BATCH}={few}"
     if misfit.numbers:
         help_ = "write it with sums, products and quotients of sizes; or declare one size, and make a build for each"
     return Diagnostic(

@@ -82,10 +82,10 @@ class ReadLayers:
         tokens = [(BATCH, "S")] if self.lookups else []
         found: dict[Guess, None] = {}
         for dims in (*(tokens if self.tokens_first else ()), *self._reals(numbers)):
-            whole = dims == (BATCH, "S") and self.lookups
-            found[Guess("int64" if whole else self.real, dims)] = None
             if dims == (BATCH,):
                 found[Guess("int64", dims)] = None
+            whole = dims == (BATCH, "S") and self.lookups
+            found[Guess("int64" if whole else self.real, dims)] = None
         return list(found)[:_MOST]
 
     def _reals(self, numbers: Sequence[int]) -> Iterator[tuple[int | str, ...]]:
@@ -97,16 +97,16 @@ class ReadLayers:
         for width in self.widths[:8]:
             each: tuple[tuple[int | str, ...], ...] = (BATCH, width), (BATCH, "S", width)
             yield from reversed(each) if self.attention else each
+        yield (BATCH,)
+        yield from (("S", width) for width in (3, 2))
+        for length in numbers[:12]:
+            yield from ((BATCH, length, width) for width in (*self.widths[:4], *numbers[:4]))
+        for width in self.widths[:8]:
+            yield from ((BATCH, width // number) for number in numbers if width % number == 0 and width > number)
         for rank, channels in self.channels[:2]:
             yield from _clips(channels, numbers) if rank > 1 else ()
         for width in self.patched:
             yield from _patched(width, numbers, self.counts)
-        yield (BATCH,)
-        for width in self.widths[:8]:
-            yield from ((BATCH, width // number) for number in numbers if width % number == 0 and width > number)
-        yield from (("S", width) for width in (3, 2))
-        for length in numbers[:12]:
-            yield from ((BATCH, length, width) for width in (*self.widths[:4], *numbers[:4]))
 
 
 def _read_width(layer: nn.Module) -> int:

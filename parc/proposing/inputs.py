@@ -30,8 +30,8 @@ from parc.compiler.torch_private import quiet
 from parc.proposing.guesses import Guess, ReadLayers, model_numbers, named_dims
 
 SAMPLES, LENGTH = 8, 128
-_SECONDS = 12  # of the processor
-LARGE_WORK = 500_000_000
+_SECONDS = 40  # of the processor
+_LARGE_WORK = 500_000_000
 """The multiply-adds of a forward from which on parc looks for smaller inputs."""
 _MANY_OPERATORS = 1500  # of a forward that goes through its sequence in Python
 _FEWER = 1.5  # times, for a sequence of half the length
@@ -46,6 +46,8 @@ _LONGEST = 4096
 _MOST_UNNAMED = 4  # inputs of a forward that names none
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+), got 0\)")
+_OF_SEQUENCES = 3  # dims
+_MOST_BESIDE = 200  # guesses for what stands beside the first input
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
 
 
@@ -161,7 +163,7 @@ class Caller:
             further = max(more, key=lambda call: call.tried.rank, default=best)
             if further is best or (not told and further.tried.rank <= best.tried.rank):
                 break
-            best = further
+            best = self._climb(further)
         return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
 
     def _with_entry(self, best: ForwardCall) -> Iterator[ForwardCall]:
@@ -216,21 +218,19 @@ class Caller:
                 yield ForwardCall(guesses, sizes, self.call(guesses, sizes))
 
     def _shorter(self, best: ForwardCall) -> ForwardCall:
-        """Return a call on smaller pictures and shorter sequences, as long as a forward has more work than a test of
-        its numbers should have, and gives as many tensors."""
+        """Return a call on smaller pictures, as long as a forward has more work than a test of its numbers should have,
+        and on shorter sequences, as long as its Python goes through them; it gives as many tensors."""
         results = len(list(tensors_in(best.tried.output)))
-        while best.tried.work > LARGE_WORK or best.tried.operators > _MANY_OPERATORS:
+        while (large := best.tried.work > _LARGE_WORK) or best.tried.operators > _MANY_OPERATORS:
             halved = {name: guess if name in self.known else _halved(guess) for name, guess in best.guesses.items()}
             sizes = {**best.sizes, "S": best.sizes["S"] // 2} if self._free else best.sizes
-            for call in (ForwardCall(halved, best.sizes, best.tried), ForwardCall(best.guesses, sizes, best.tried)):
-                tried = self.call(call.guesses, call.sizes)
-                less = tried.work < best.tried.work if best.tried.work > LARGE_WORK else (
-                    tried.operators * _FEWER <= best.tried.operators)  # fmt: skip
-                if tried.error is None and less and len(list(tensors_in(tried.output))) == results:
-                    best = replace(call, tried=tried)
-                    break
-            else:
+            call = replace(best, guesses=halved) if large and halved != best.guesses else replace(best, sizes=sizes)
+            tried = self.call(call.guesses, call.sizes)
+            fewer = tried.operators * _FEWER <= best.tried.operators
+            less = fewer or (call.sizes == best.sizes and tried.work < best.tried.work)
+            if tried.error is not None or not less or len(list(tensors_in(tried.output))) != results:
                 return best
+            best = replace(call, tried=tried)
         return best
 
     def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
@@ -238,7 +238,7 @@ class Caller:
         derive their other inputs from these."""
         for name in sorted(optional, key=lambda name: not _is_target(name)):
             if name not in best.guesses and time.process_time() < self._end:
-                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}))
+                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}), name)
                 yield more
                 if more.tried.error is None:
                     return
@@ -253,13 +253,14 @@ class Caller:
                 if (tried := self.call(guesses, call.sizes)).error is None:
                     yield name, ForwardCall(guesses, call.sizes, tried)
 
-    def _climb(self, start: ForwardCall) -> ForwardCall:
-        """Return the best call by hill climbing: one guess, or the length of sequences, is changed at a time."""
+    def _climb(self, start: ForwardCall, only: str = "") -> ForwardCall:
+        """Return the best call by hill climbing: one guess, or the length of sequences, is changed at a time; of the
+        guesses ``only`` that for one parameter, if it is named."""
         best = replace(start, tried=self.call(start.guesses, start.sizes))
         moved = True
         while moved and best.tried.error is not None:
             moved = False
-            for changed in self._changes(best):
+            for changed in self._changes(best, only):
                 if time.process_time() > self._end:
                     return best
                 if not any(BATCH in guess.dims for guess in changed.guesses.values()):
@@ -271,18 +272,25 @@ class Caller:
                     break
         return best
 
-    def _changes(self, best: ForwardCall) -> Iterator[ForwardCall]:
+    def _changes(self, best: ForwardCall, only: str) -> Iterator[ForwardCall]:
         """Yield calls that differ in one thing: the length of sequences, first as a power of two, or one guess."""
         sized = self._free and any("S" in guess.dims for guess in best.guesses.values())
         lengths = self._lengths if sized else []
         powers = _LENGTHS if sized else ()
         for length in (length for length in powers if length != best.sizes[BATCH]):
             yield replace(best, sizes={**best.sizes, "S": length})
-        for name in best.guesses:
-            for guess in self._options(name):
+        for name in [only] if only else best.guesses:
+            for guess in self._options(name) if len(best.guesses) == 1 or self._matters(best, name) else ():
                 yield replace(best, guesses={**best.guesses, name: replace(guess, place=best.guesses[name].place)})
         for length in (*powers, *lengths):  # a length equal to B fits where a sample and a position are confused
             yield replace(best, sizes={**best.sizes, "S": length})
+
+    def _matters(self, best: ForwardCall, name: str) -> bool:
+        """Return whether a call fails elsewhere, or in other words, with a tensor of other dims for a parameter."""
+        firsts = {len(guess.dims): guess for guess in reversed(self._options(name))}
+        tries = [self.call({**best.guesses, name: replace(guess, place=best.guesses[name].place)}, best.sizes)
+                 for guess in firsts.values()]  # fmt: skip
+        return any(tried.rank != best.tried.rank or str(tried.error) != str(best.tried.error) for tried in tries)
 
     def _options(self, name: str) -> list[Guess]:
         """Return the tensors that a parameter may take, those first that the model's first layers read."""
@@ -291,6 +299,9 @@ class Caller:
         words = str(self.parameters[name].annotation) if name in self.parameters else ""
         whole, real = "Long" in words or "Int" in words, "Float" in words
         guesses = list(self._guesses)
+        if name in self.parameters and name != next(iter(self.parameters)):  # beside pictures, not more of these
+            guesses.sort(key=lambda guess: len(guess.dims) > _OF_SEQUENCES)
+            guesses = guesses[:_MOST_BESIDE]
         if "Bool" in words or _MASK in name.lower():
             dims = dict.fromkeys(((BATCH, "S"), *(guess.dims for guess in guesses), ("S", "S"), (BATCH, "S", "S")))
             masks = [Guess("bool", each) for each in dims]
@@ -312,12 +323,13 @@ class Caller:
 
 
 class _Counter(TorchDispatchMode):
-    """A mode that counts operators, and the multiply-adds of products."""
+    """A mode that counts operators but for views, which differ for one product from form to form, and the
+    multiply-adds of products."""
 
     count = work = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not (function.is_view or function is torch.ops.aten._unsafe_view.default)
         result = function(*args, **(kwargs or {}))
         if (operations := flop_registry.get(function._overloadpacket)) is not None:
             self.work += operations(*args, **(kwargs or {}), out_val=result) // 2

@@ -38,7 +38,7 @@ from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 from parc.passes.calls import operands_of, substitute_nodes, tensors_of
 from parc.proposing.guesses import Guess
-from parc.proposing.inputs import LARGE_WORK, Caller, ForwardCall
+from parc.proposing.inputs import Caller, ForwardCall
 from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
 from parc.proposing.placements import Search, gathers, identity
 from parc.proposing.tasks import Task, tasks_of
@@ -85,7 +85,7 @@ def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: 
         raise PlanError([_no_inputs(plan, caller, call)])
     if unknown := caller.unknown(call)[1:]:
         raise PlanError([_unknown(plan, unknown)])
-    if entries(recorded.module) > LARGE or call.tried.work > LARGE_WORK:
+    if entries(recorded.module) > LARGE or call.tried.work > _UNTESTED_WORK:
         progress("looking for a smaller model of the same structure")
         smaller = _smaller(plan, recorded, call, folder)
         wish = replace(wish, model=replace(wish.model, smaller=smaller))
@@ -282,6 +282,8 @@ Make = Callable[[Mapping[str, int]], nn.Module | None]
 
 LARGE = 20_000_000
 """The most parameters of a model that is tested numerically at its full size, without a `verify` line."""
+_UNTESTED_WORK = 20_000_000_000
+"""The multiply-adds of a forward that is too much to be tested without one, whatever its batch."""
 _LAYERS, _WIDTH, _MULTIPLE = 2, 256, 16
 """The layers, the least width, and the divisor of the widths of a smaller model."""
 
