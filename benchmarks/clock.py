@@ -161,11 +161,13 @@ def main() -> None:
     if args.price:
         print_price()
         return
+    chosen = [config for config in CONFIGS if args.only in f"{config.model} {config.name}"]
+    if not chosen:
+        parser.error(f"no configuration has {args.only!r} in its name, as {CONFIGS[0].model} {CONFIGS[0].name}")
     cluster = args.cluster or BUILDS / "here.toml"
     if args.cluster is None:
         BUILDS.mkdir(parents=True, exist_ok=True)
         parc("cluster", "measure", "-o", cluster)
-    chosen = [config for config in CONFIGS if args.only in f"{config.model} {config.name}"]
     builds = {config: built(BUILDS / f"clock{CONFIGS.index(config)}", config.text) for config in chosen}
     fastest = dict.fromkeys(chosen, math.inf)
     for number in range(args.rounds):

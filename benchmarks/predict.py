@@ -102,10 +102,15 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A row as a plan: its text, the clusters and the habits, what is extrapolated, the layers of a chunk, and what
-    follows from a compiled step of fewer microbatches: the actions of the whole one."""
+    """A row as a plan: its text, the clusters and the habits, and what is not compiled as it is: the layers of a chunk
+    are extrapolated, and the microbatches, their samples and the data ranks are those of a step that rows share."""
 
     text: str
+    dp: int
+    micro: int
+    """The samples of a data rank in a microbatch."""
+    zero: bool
+    """True where parameters or their state are stored in parts."""
     schedule: str
     """The name of its schedule, "" without a pipeline."""
     microbatches: int
@@ -203,9 +208,11 @@ def case_of(row: Row) -> Case:
     each = math.ceil(number(row, "layers") / stages)
     missing = each * stages - number(row, "layers")
     habits = replace(system.habits, barrier=row["schedule"] not in WITHOUT_BARRIER)
+    zero = any(line.startswith("zero") for line in text.splitlines())
+    samples = number(row, "global_batch")
     return Case(
-        text, shape.schedule, shape.count, shape.pp, cluster, node, nic, habits, each, stages, missing,
-        number(row, "global_batch"),
+        text, shape.dp, samples // (shape.dp * shape.count), zero, shape.schedule, shape.count, shape.pp, cluster,
+        node, nic, habits, each, stages, missing, samples,
     )  # fmt: skip
 
 
@@ -226,7 +233,7 @@ def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
 
 def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
     """Yield the lines that place the model and order its work. Megatron's ranks lie as here: tensors innermost."""
-    yield f"mesh pp={shape.pp}, dp={shape.dp}, cp={shape.cp}, tp={shape.tp}"
+    yield f"mesh pp={shape.pp}, dp=$data, cp={shape.cp}, tp={shape.tp}"
     yield "shard tokens, targets [B/dp, _]"
     chunks = f" chunks {shape.chunks}" if shape.chunks > 1 else ""
     yield f"schedule {shape.schedule} microbatches $count{chunks}"
@@ -274,38 +281,52 @@ def predicted(case: Case) -> tuple[float, dict[str, float]]:
 
 
 def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
+    import numpy as np
+
     from parc.compiler.clock.links import Links
     from parc.compiler.clock.step import StepClock
+    from parc.compiler.clock.sweeps import sweep_over
     from parc.compiler.plan.plan import read_plan
     from parc.grammar.source import Source
     from parc.step_time import update_seconds
 
     layers, cuts = _cuts(each, case.stages, case.missing)
-    few = _few(case)
-    sizes = f"layers={layers}, count={few}, batch={case.samples // case.microbatches * few}"
-    text = f"let {sizes}\n{case.text.replace('$cuts', cuts)}\n"
+    few, data = _few(case), min(case.dp, 2)
+    text = f"let layers={layers}, count={few}, data={data}, batch={data * _SAMPLES * few}\n"
+    text += f"{case.text.replace('$cuts', cuts)}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = read_plan(Source("row.parc", text), {})
         build = _build(plan, text)
+    stored = ("dp",) if case.zero else ()
+    sizes = {"dp": np.array([case.dp])}
+    place = sweep_over(build.mesh, sizes, data * _SAMPLES, np.array([case.dp * case.micro]), False, stored).one(0)
+    actions = _actions(case, {key for role in build.roles.values() for key in role.programs})
     roles = {
-        name: replace(role, actions=_actions(case, case.microbatches, role.programs)[name])
+        name: replace(
+            role, actions=actions[name],
+            programs={key: replace(program, mesh=place) for key, program in role.programs.items()},
+        )
         for name, role in build.roles.items()
-    }
+    }  # fmt: skip
     cluster = cluster_of(case)
-    links = Links(build.mesh, cluster, case.node)
-    updates = {name: update_seconds(build, plan, role, cluster) for name, role in build.roles.items()}
+    links = Links(place, cluster, case.node)
+    updates = {name: update_seconds(build, plan, role, cluster) for name, role in roles.items()}
     time = StepClock(roles, links, case.habits, updates).run()
     return time.seconds, time.parts(time.longest)
 
 
-def _actions(case: Case, microbatches: int, programs: Collection[str]) -> dict[str, tuple[Action, ...]]:
-    """Return the actions of each role in a step of so many microbatches, of the kinds that have programs."""
+_SAMPLES = 10007
+"""The samples of a data rank in a microbatch that is compiled: a prime that divides no other dim of a model, by which
+the dims of the batch are found (decision 47)."""
+
+
+def _actions(case: Case, programs: Collection[str]) -> dict[str, tuple[Action, ...]]:
+    """Return the actions of each role in a step of all microbatches, of the kinds that have programs."""
     if not case.schedule:
-        return {SINGLE: accumulation(microbatches, also=programs)}
-    return timelines(
-        case.schedule, case.stages, microbatches, case.stages // case.ranks, also=programs, as_run=True
-    )  # fmt: skip
+        return {SINGLE: accumulation(case.microbatches, also=programs)}
+    chunks = case.stages // case.ranks
+    return timelines(case.schedule, case.stages, case.microbatches, chunks, also=programs, as_run=True)
 
 
 def _few(case: Case) -> int:

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import predict
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan
+from parc.grammar.source import Source
+from parc.step_time import price
 
 ROW = {"layers": "5", "hidden": "64", "heads": "4", "kv_heads": "4", "ffn_hidden": "256", "gated_mlp": "0",
        "vocab": "256", "tied_emb": "0", "seq_len": "32", "micro_batch": "1", "gpu": "A100", "family": "dense",
@@ -43,6 +47,17 @@ def test_rows_without_a_plan_say_why(change: dict[str, str], why: str) -> None:
     with pytest.raises(predict.Inexpressible) as caught:
         predict.case_of({**ROW, **change})
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("zero", ["0", "3"])
+def test_a_row_takes_as_long_as_a_plan_of_its_own_sizes(zero: str) -> None:
+    row = {**ROW, "n_gpus": "8", "global_batch": "16", "micro_batch": "2", "zero_stage": zero, "system": "torchtitan"}
+    case = predict.case_of({**row, "pp": "1", "layers": "3"})
+    assert (case.dp, case.micro, case.microbatches) == (8, 2, 1)
+    plan = read_plan(Source("row.parc", f"let layers=3, count=1, data=8, batch=16\n{case.text}\n"), {})
+    compiled = compile_plan(plan, predict.ROOT)
+    cluster = predict.cluster_of(case)
+    assert predict.predicted(case)[0] == pytest.approx(price(compiled.build, plan, cluster, case.habits).time.seconds)
 
 
 @pytest.mark.parametrize("change", [{"schedule": "ZB-2p"}, {"pp": "1", "n_gpus": "1"}], ids=["zb-h2", "one stage"])

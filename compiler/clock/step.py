@@ -104,6 +104,8 @@ class StepClock:
             of_role = {key: clocks[id(program)] for key, program in programs.items()}
             self._roles[name] = _RoleClock(role, programs, of_role, updates[name], at)
         self._axis = next(iter(roles.values())).axis
+        self._at = {stage: clock.at for clock in self._roles.values() for stage in clock.role.stages}
+        """The coordinate of each stage."""
         self._sent: dict[Action, tuple[float, float]] = {}
         """The arrival of each message between stages, and its time on the way."""
         self._sends: dict[Action, MessageTime] = {}
@@ -238,8 +240,7 @@ class StepClock:
             values = program.main.values()
             size = sum(local_bytes(values[name].type, program) for name in program.main.returned("sent").values())
             stage = action.stage + ACTIONS[key.kind].to
-            to = next(other.at for other in self._roles.values() if stage in other.role.stages)
-            self._sends[key] = MessageTime(self.links.to_stage(self._axis, clock.at, to, size))
+            self._sends[key] = MessageTime(self.links.to_stage(self._axis, clock.at, self._at[stage], size))
         return self._sends[key].seconds
 
     def _receive(self, clock: _RoleClock, action: Action) -> bool:

@@ -154,9 +154,7 @@ class Structure:
         )
 
     def _part(self, compiled: Compiled, role: Role, sweep: SizeSweep, links: SweptLinks) -> _RoleParts:
-        clocks: dict[str, SweptProgram] = {}
-        for key, program in role.programs.items():
-            clocks[key] = SweptProgram(program, sweep, links)
+        clocks = {key: SweptProgram(program, sweep, links) for key, program in role.programs.items()}
         swept = replace(role, programs={key: clock.program for key, clock in clocks.items()})
         stage = role.stages[0]
         parts = _RoleParts()
