@@ -78,8 +78,8 @@ def _summary(result: SearchResult) -> str:
     most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20
     return (
         f"{result.priced:,} plans fit, {len(choices):,} but for the order of the mesh, and {len(apart):,} "
-        f"of these more than microbatches apart; {result.cut.total():,} choices were cut. {result.structures} structures; estimates "
-        f"{result.seconds['estimates']:.1f} s, compiling the best {result.seconds['compiling']:.1f} s; the largest "
+        f"of these more than microbatches apart; {result.cut.total():,} choices were cut. {result.structures} "
+        f"structures; estimates {result.seconds['estimates']:.1f} s, the best {result.seconds['compiling']:.1f} s; the largest "
         f"process and the largest of its children: {most:.1f} GiB."
     )
 

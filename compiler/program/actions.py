@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from .binding import Kind
@@ -167,6 +168,7 @@ class MessageRow:
     to: int
 
 
+@cache
 def message_row(kind: str) -> MessageRow | None:
     """Return the row of a kind of action that is a message, such as ``SEND_F`` or ``RECV_F``; None for other kinds.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..program.actions import ACTIONS, Action, kinds_to, receive_kind, send_kind, stage_ranks
 
@@ -60,16 +59,23 @@ class _Clock:
         """The work whose results each rank holds."""
         self.wires: dict[tuple[int, int], Action] = {}
         """The work whose result is in flight, by sender and receiver."""
-        self.follows = {kind: [other for other in row.follows if ACTIONS[other].works] for kind, row in ACTIONS.items()}
+        self.before = {
+            kind: [
+                *((row.to, other) for other in (kinds_to(row.to) if row.to else ())),
+                *((0, other) for other in row.follows if ACTIONS[other].works),
+            ]
+            for kind, row in ACTIONS.items()
+        }
+        """The work whose results each kind reads: how many stages back, and its kind."""
+        self._sources: dict[Action, list[Action]] = {}
 
     def sources(self, action: Action) -> list[Action]:
         """Return the work whose results an action reads, of the neighbouring stage and of its own stage."""
-        stage, kind, m = action.stage, action.kind, action.microbatch
-        to = ACTIONS[kind].to
-        kinds = kinds_to(to) if to and stage - to in self.stages else ()
-        sources = [*(Action(stage - to, kind, m, action.ahead) for kind in kinds),
-                   *(Action(stage, other, m, action.ahead) for other in self.follows[kind])]  # fmt: skip
-        return [source for source in sources if source in self.every]
+        if action not in self._sources:
+            sources = (Action(action.stage - to, kind, action.microbatch, action.ahead)
+                       for to, kind in self.before[action.kind])  # fmt: skip
+            self._sources[action] = [source for source in sources if source in self.every]
+        return self._sources[action]
 
     def wire(self, action: Action) -> tuple[int, int]:
         """Return the ranks between which the result of some work goes: from, to."""
@@ -78,7 +84,10 @@ class _Clock:
     def is_sent(self, action: Action) -> bool:
         """Return whether the result of some work goes to another rank."""
         to = ACTIONS[action.kind].to
-        return to != 0 and action.stage + to in self.stages and len({*self.wire(action)}) > 1
+        if to == 0 or action.stage + to not in self.stages:
+            return False
+        sender, receiver = self.wire(action)
+        return sender != receiver
 
     def lack(self, action: Action) -> Action | None:
         """Return the work that an action waits for, None if it can run."""
@@ -108,12 +117,16 @@ class _Clock:
         if self.is_sent(action):
             self.receive(self.wire(action))
             self.wires[self.wire(action)] = action
-            self.timelines[rank].append(replace(action, kind=send_kind(action.kind)))
+            self.timelines[rank].append(_message(action, 0, send_kind(action.kind)))
 
     def receive(self, wire: tuple[int, int]) -> None:
         """Receive the message that is in flight on a wire, if there is one."""
         sent = self.wires.pop(wire, None)
         if sent is not None:
-            to = sent.stage + ACTIONS[sent.kind].to
             self.received[wire[1]].add(sent)
-            self.timelines[wire[1]].append(replace(sent, stage=to, kind=receive_kind(sent.kind)))
+            self.timelines[wire[1]].append(_message(sent, ACTIONS[sent.kind].to, receive_kind(sent.kind)))
+
+
+def _message(work: Action, to: int, kind: str) -> Action:
+    """Return a side of the message that carries the result of some work, so many stages on."""
+    return Action(work.stage + to, kind, work.microbatch, work.ahead)

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, permutations
 from typing import Any, NamedTuple
 
@@ -25,13 +26,14 @@ from parc.compiler.layout.sweep import Lanes
 from parc.compiler.plan.open_plan import OpenChoice, OpenPlan
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import BACKWARD, FORWARD
-from parc.compiler.schedules import V_SHAPES, places_of, problem
+from parc.compiler.schedules import V_SHAPES
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.driver import Captures, compile_with
 from parc.grammar.bounded import real_path
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.grammar.syntax import Number, Var, Word, size_in_both
+from parc.searching.played import PlayedSchedule, even_cuts, played
 from parc.searching.pricing import Figures, Rejected, effect_of, over_memory, rejected
 from parc.searching.shorter import Layers
 from parc.searching.structure import (
@@ -42,7 +44,6 @@ from parc.searching.structure import (
     PerLayer,
     Structure,
     SweptStep,
-    even_cuts,
     one_stage,
     pipeline,
 )
@@ -140,7 +141,7 @@ class Estimator:
         line = self.example.schedule
         if line is None:
             return LayoutSizes(tuple(axes.items()), 1, "", 1)
-        words = dict(self._schedule_words)
+        words = self._schedule_words
         name = choice.get(words.get("", ""), line.name)
         chunks = _number(
             choice.get(words.get("chunks", ""), line.arguments.number("chunks", 2 if name in V_SHAPES else 1))
@@ -149,9 +150,10 @@ class Estimator:
             tuple(axes.items()), _number(choice.get(words.get("microbatches", ""), line.microbatches)), name, chunks
         )
 
-    @property
-    def _schedule_words(self) -> Iterator[tuple[str, str]]:
-        """Yield the open names of the schedule's line, by the word before them, "" for that of the schedule."""
+    @cached_property
+    def _schedule_words(self) -> Mapping[str, str]:
+        """The open names of the schedule's line, by the word before them, "" for that of the schedule."""
+        names: dict[str, str] = {}
         for statement in self.plan.statements:
             if statement.verb.text != "schedule":
                 continue
@@ -159,8 +161,14 @@ class Estimator:
             for phrase in statement.phrases:
                 item = phrase.items[0]
                 if isinstance(item, Var):
-                    yield before, item.name
+                    names[before] = item.name
                 before = item.text if isinstance(item, Word | Number) else ""
+        return names
+
+    @cached_property
+    def _size_names(self) -> frozenset[str]:
+        """The open names that are sizes."""
+        return frozenset({str(size) for size in self.plan.axes.values()} | {*self._schedule_words.values()})
 
     def effect(self, key: StructureKey) -> tuple[str, ...]:
         """Return what the plan of a structure does, the same for structures that do the same.
@@ -172,8 +180,7 @@ class Estimator:
 
     def key_of(self, choice: OpenChoice, sizes: LayoutSizes, fixed: Mapping[str, int] | None = None) -> StructureKey:
         """Return the structure of a choice."""
-        of_sizes = {str(size) for size in self.plan.axes.values()} | {name for _, name in self._schedule_words}
-        values = tuple((name, value) for name, value in choice.items() if name not in of_sizes)
+        values = tuple((name, value) for name, value in choice.items() if name not in self._size_names)
         several = tuple(axis for axis, size in sizes.axes if size > 1)
         return StructureKey(values, several, tuple((fixed or {}).items()))
 
@@ -184,10 +191,11 @@ class Estimator:
             return Rejected("batch", f"{self.batch} samples do not divide into {sizes.microbatches} microbatches")
         if self.pipe and ranks[self.pipe] > 1:
             stages = ranks[self.pipe] * sizes.chunks
-            if reason := problem(sizes.schedule, stages, sizes.microbatches, sizes.chunks):
-                return Rejected("schedule", reason)
             if stages > self.layers.number - self.layers.unlike:
                 return Rejected("stages", f"{stages} stages of {self.layers.number} blocks")
+            schedule = played(sizes.schedule, stages, sizes.microbatches, sizes.chunks)
+            if isinstance(schedule, str):
+                return Rejected("schedule", schedule)
         return None
 
     # ---- structures
@@ -316,7 +324,7 @@ class Estimator:
                 if reason := self._over(figures):
                     rejections[id(choice)] = choice, reason
                 else:
-                    result.append(Estimate(choice, places[at].order, figures, tuple(cuts[number])))
+                    result.append(Estimate(choice, places[at].order, figures, cuts[number]))
         several = [*rejections.values()]
         for of_size, members in apart.items():
             estimates, more = self.estimates(of_size, members)
@@ -366,7 +374,7 @@ class Estimator:
 
     def _timed(
         self, step: SweptStep, lanes: Lanes, pipe: int, microbatches: int, name: str, chunks: int
-    ) -> tuple[LayoutTime, list[list[int]]]:
+    ) -> tuple[LayoutTime, Sequence[tuple[int, ...]]]:
         """Return the time and the memory at some places of a sweep, and the blocks of each stage there."""
         blocks = self.layers.number - self.layers.unlike
 
@@ -380,21 +388,17 @@ class Estimator:
         work = {kind: of(part) for kind, part in step.work.items()}
         at = replace(step, work=work, peaks={kind: of(part) for kind, part in step.peaks.items()}, **parts)
         if pipe == 1:
-            return one_stage(at, blocks, microbatches), [[] for _ in lanes]
+            return one_stage(at, blocks, microbatches), [() for _ in lanes]
         stages = pipe * chunks
-        ranks = places_of(name, stages, microbatches, chunks)
+        schedule = played(name, stages, microbatches, chunks)
+        assert isinstance(schedule, PlayedSchedule), schedule
         layer = work[FORWARD].layer + work[BACKWARD].layer
-        extra = [work[FORWARD].at(0, stage == 0, stage == stages - 1)
-                 + work[BACKWARD].at(0, stage == 0, stage == stages - 1) for stage in range(stages)]  # fmt: skip
-        known: dict[tuple[float, ...], list[int]] = {}
-        cuts: list[list[int]] = []
-        for number in range(len(lanes)):
-            beside = tuple(round(float(np.broadcast_to(one / layer, (len(lanes),))[number]), 2) for one in extra)
-            if beside not in known:
-                known[beside] = even_cuts(blocks, beside, ranks, 1.0)
-            cuts.append(known[beside])
-        of_stage = [np.array([float(cut[stage]) for cut in cuts]) for stage in range(stages)]
-        return pipeline(at, of_stage, ranks, name, microbatches, chunks), cuts
+        last = stages - 1
+        extra = [sum(work[kind].at(0, stage == 0, stage == last) for kind in (FORWARD, BACKWARD)) / layer
+                 for stage in range(stages)]  # fmt: skip
+        beside = np.array([np.broadcast_to(one, lanes.shape) for one in extra]).T.round(2).tolist()
+        cuts = [even_cuts(blocks, tuple(row), schedule.ranks) for row in beside]
+        return pipeline(at, [*np.array(cuts, float).T], schedule, microbatches), cuts
 
     def _figures(self, time: LayoutTime, number: int, structure: Structure) -> Figures:
         seconds, bubble, exposed, update, memory = (float(np.broadcast_to(v, time.seconds.shape)[number]) for v in time)

@@ -7,9 +7,9 @@ adds is the difference of those in the middle; what the first and the last stage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,14 +26,13 @@ from parc.compiler.program.actions import (
     Action,
     one_step,
     phases_of,
-    send_kind,
 )
 from parc.compiler.program.binding import PARAMETERS, Binding
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role
-from parc.compiler.schedules import timelines
 from parc.compiling.compiled import Compiled
 from parc.report import action_peaks_of, states_of
+from parc.searching.played import PlayedSchedule, RankMoments, moments_of, sums_twice
 from parc.step_time import update_seconds
 
 STAGES, MIDDLE = 4, (2, 3)
@@ -254,7 +253,7 @@ def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, flo
     microbatches."""
     swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
     states = states_of(compiled.build, compiled.plan, swept).values()
-    twice = ("weights",) * role.overlaps + ("gradients",) * _sums_twice(role.actions)
+    twice = ("weights",) * role.overlaps + ("gradients",) * sums_twice(role.actions)
     state = sum(sum(sizes.values()) + sum(sizes[kind] for kind in twice) for sizes in states)
     sizes = [0.0, 0.0]
     for at, kind in enumerate((FORWARD, phases_of(BACKWARD)[0])):
@@ -268,11 +267,6 @@ def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, flo
         kind = action.kind if action.works else BETWEEN
         result[kind] = max(result.get(kind, 0.0), peaks.get(action, 0) - state - others)
     return result
-
-
-def _sums_twice(actions: Sequence[Action]) -> bool:
-    """Return whether a role adds up gradients of the next step before it has updated by those of one."""
-    return any(action.ahead and action.accumulates for action in actions)
 
 
 @dataclass
@@ -366,161 +360,38 @@ def one_stage(step: SweptStep, layers: int, microbatches: int) -> LayoutTime:
     return LayoutTime(seconds, 0.0 * seconds, exposed, step.update.at(layers, True, True), memory)
 
 
-@lru_cache(maxsize=512)
-def _played(name: str, stages: int, microbatches: int, chunks: int) -> Mapping[str, Sequence[Action]]:
-    return timelines(name, stages, microbatches, chunks, as_run=True)
-
-
-def pipeline(
-    step: SweptStep, cuts: Sequence[Any], ranks: Sequence[int], name: str, microbatches: int, chunks: int
-) -> LayoutTime:
-    """Return the time and the memory of plans with a pipeline: ``cuts`` are the blocks of each stage, ``ranks`` the
-    rank of each."""
+def pipeline(step: SweptStep, cuts: Sequence[Any], schedule: PlayedSchedule, microbatches: int) -> LayoutTime:
+    """Return the time and the memory of plans with a pipeline: ``cuts`` are the blocks of each stage."""
     stages = len(cuts)
-    seconds = {
-        (stage, kind): part.at(cuts[stage], stage == 0, stage == stages - 1)
-        for stage in range(stages) for kind, part in step.work.items()
-    }  # fmt: skip
-    of_rank = [[stage for stage in range(stages) if ranks[stage] == rank] for rank in range(max(ranks) + 1)]
 
-    def role(part: PerLayer, rank: int) -> Any:
-        layers = sum(cuts[stage] for stage in of_rank[rank])
-        return part.at(layers, 0 in of_rank[rank], stages - 1 in of_rank[rank])
+    def of_stage(part: PerLayer, stage: int) -> Any:
+        return part.at(cuts[stage], stage == 0, stage == stages - 1)
 
-    actions = _played(name, stages, microbatches, chunks)
-    begun = [
-        role(step.before, rank) + step.first.at(cuts[min(of)], 0 in of, stages - 1 in of)
-        for rank, of in enumerate(of_rank)
-    ]
-    ends = play(actions, seconds, step.send, begun)
-    after = [role(step.last, rank) + role(step.after, rank) for rank in range(len(of_rank))]
-    totals = [end + more for end, more in zip(ends, after, strict=True)]
-    total = greatest(*totals) if len(totals) > 1 else totals[0]
-    busy = [
-        sum(seconds[action.stage, action.kind] for action in rank_actions if action.works) + begun[rank] + after[rank]
-        for rank, rank_actions in enumerate(actions.values())
-    ]  # fmt: skip
+    def of_rank(part: PerLayer, moments: RankMoments) -> Any:
+        layers = sum(cuts[stage] for stage in moments.stages)
+        return part.at(layers, 0 in moments.stages, stages - 1 in moments.stages)
+
+    each = schedule.moments
+    seconds = {(stage, kind): of_stage(part, stage) for stage in range(stages) for kind, part in step.work.items()}
+    begun = [of_rank(step.before, rank) + of_stage(step.first, rank.stages[0]) for rank in each]
+    after = [of_rank(step.last, rank) + of_rank(step.after, rank) for rank in each]
+    ends = schedule.ends(seconds, step.send, begun)
+    total = greatest(*(end + more for end, more in zip(ends, after, strict=True)))
+    busy = greatest(*(
+        start + end + sum(count * seconds[work] for work, count in works.items())
+        for start, end, works in zip(begun, after, schedule.works, strict=True)
+    ))  # fmt: skip
     peaks = {  # those of the first and the last stage are of one block, in which less is under way
-        (stage, kind): greatest(part.at(cuts[stage], stage == 0, stage == stages - 1), part.at(cuts[stage], 0, 0))
+        (stage, kind): greatest(of_stage(part, stage), part.at(cuts[stage], 0, 0))
         for stage in range(stages) for kind, part in step.peaks.items()
     }  # fmt: skip
-    waiting = [
-        [part.at(cuts[stage], stage == 0, stage == stages - 1) for part in (step.saved, step.deferred)]
-        for stage in range(stages)
-    ]
+    sizes = {stage: (of_stage(step.saved, stage), of_stage(step.deferred, stage)) for stage in range(stages)}
     held = [
-        role(step.held, rank)
-        + any(action.ahead for action in of_role) * role(step.unsharded, rank)
-        + _sums_twice(of_role) * role(step.gradients, rank)
-        + greatest(
-            role(step.peaks[BETWEEN], rank),
-            *(peaks[stage, kind] + sum(number * size for other, *counts in held
-                                       for number, size in zip(counts, waiting[other], strict=True))
-              for stage, kind, held in moments),
-        )
-        for rank, (moments, of_role) in enumerate(zip(_fullest(name, stages, microbatches, chunks), actions.values(),
-                                                      strict=True))
+        of_rank(step.held, rank) + rank.ahead * of_rank(step.unsharded, rank)
+        + rank.sums_twice * of_rank(step.gradients, rank)
+        + greatest(of_rank(step.peaks[BETWEEN], rank), rank.most(peaks, sizes))
+        for rank in each
     ]  # fmt: skip
-    exposed = [
-        microbatches * sum(step.exposed.at(cuts[stage], stage == 0, stage == stages - 1) for stage in stages_of)
-        for stages_of in of_rank
-    ]
-    update = greatest(*(role(step.update, rank) for rank in range(len(of_rank))))
-    return LayoutTime(total, total - greatest(*busy), greatest(*exposed), update, greatest(*held))
-
-
-Held = Mapping[int, tuple[int, int]]
-"""For each stage the microbatches whose activations are held, and those that wait for the second phase of backward."""
-
-
-def moments_of(actions: Sequence[Action]) -> Iterator[tuple[Action, Held]]:
-    """Yield the actions of a rank that are no messages, with what it holds meanwhile for other microbatches.
-
-    >>> actions = [Action.parse(word) for word in "0F0 0F1 0I0 0W0".split()]
-    >>> [(str(action), *held.values()) for action, held in moments_of(actions)]
-    [('0F0', (0, 0)), ('0F1', (1, 0)), ('0I0', (1, 0)), ('0W0', (1, 0))]
-    """
-    first, second = phases_of(BACKWARD)
-    held = {action.stage: (0, 0) for action in actions if action.works}
-    begun = [action for action in actions if action.ahead]  # beside the step before
-    for action in (*begun, *actions):
-        if action.message is not None:
-            continue
-        if action.works:
-            saved, deferred = held[action.stage]
-            held[action.stage] = saved - (action.kind in (BACKWARD, first)), deferred - (action.kind == second)
-        yield action, dict(held)
-        if action.works:
-            saved, deferred = held[action.stage]
-            held[action.stage] = saved + (action.kind == FORWARD), deferred + (action.kind == first)
-
-
-@lru_cache(maxsize=512)
-def _fullest(
-    name: str, stages: int, microbatches: int, chunks: int
-) -> Sequence[Collection[tuple[int, str, tuple[tuple[int, int, int], ...]]]]:
-    """Return the moments of each rank at which it may hold most: the stage and the kind of the work, and the stages,
-    each with what is held for other microbatches. There is no moment at which another one holds as much of each."""
-    result = []
-    for actions in _played(name, stages, microbatches, chunks).values():
-        kept: dict[tuple[int, str], list[Held]] = {}
-        for action, held in moments_of([action for action in actions if action.works]):
-            of_kind = kept.setdefault((action.stage, action.kind), [])
-            if not any(_covers(other, held) for other in of_kind):
-                of_kind[:] = [other for other in of_kind if not _covers(held, other)] + [held]
-        result.append([
-            (*work, tuple((stage, *counts) for stage, counts in held.items()))
-            for work, of_kind in kept.items() for held in of_kind
-        ])  # fmt: skip
-    return result
-
-
-def _covers(held: Held, other: Held) -> bool:
-    """Return whether at least as much of each stage is held as at another moment."""
-    return all(mine >= its for stage, counts in other.items() for mine, its in zip(held[stage], counts, strict=True))
-
-
-def play(
-    actions: Mapping[str, Sequence[Action]], seconds: Mapping[tuple[int, str], Any], latency: Any, start: Sequence[Any]
-) -> list[Any]:
-    """Return when each rank has done its work: as ``simulate``, with arrays of times."""
-    sent: dict[Action, Any] = {}
-    at, now = [0] * len(actions), [*start]
-    moved = True
-    while moved:
-        moved = False
-        for rank, of_rank in enumerate(actions.values()):
-            while at[rank] < len(of_rank):
-                action = of_rank[at[rank]]
-                row = action.message
-                if row is not None and row.sends:
-                    sent[action] = now[rank] + latency
-                elif row is not None:
-                    message = replace(action, stage=action.stage + row.to, kind=send_kind(row.work))
-                    if message not in sent:
-                        break
-                    now[rank] = greatest(now[rank], sent[message])
-                elif action.works:
-                    now[rank] = now[rank] + seconds[action.stage, action.kind]
-                at[rank] += 1
-                moved = True
-    return now
-
-
-def even_cuts(layers: int, extra: Sequence[float], ranks: Sequence[int], layer: float) -> list[int]:
-    """Return the blocks of each stage, so that the busiest rank has least work: ``extra`` is what a stage has beside
-    blocks, and ``layer`` the work of a block.
-
-    >>> even_cuts(10, [1.0, 0, 0, 2.0], [0, 1, 2, 3], 1.0)
-    [3, 3, 3, 1]
-    """
-    work = [0.0] * (max(ranks) + 1)
-    for stage, rank in enumerate(ranks):
-        work[rank] += extra[stage] + layer
-    cuts = [1] * len(ranks)
-    for _ in range(layers - len(ranks)):
-        rank = min(range(len(work)), key=lambda rank: (round(work[rank] / layer, 6), rank))
-        stage = min((stage for stage, of in enumerate(ranks) if of == rank), key=lambda stage: (cuts[stage], stage))
-        cuts[stage] += 1
-        work[rank] += layer
-    return cuts
+    exposed = (microbatches * sum(of_stage(step.exposed, stage) for stage in rank.stages) for rank in each)
+    update = greatest(*(of_rank(step.update, rank) for rank in each))
+    return LayoutTime(total, total - busy, greatest(*exposed), update, greatest(*held))
