@@ -79,8 +79,8 @@ def _summary(result: SearchResult) -> str:
     return (
         f"{result.priced:,} plans fit, {len(choices):,} but for the order of the mesh, and {len(apart):,} "
         f"of these more than microbatches apart; {result.cut.total():,} choices were cut. {result.structures} "
-        f"structures; estimates {result.seconds['estimates']:.1f} s, the best {result.seconds['compiling']:.1f} s; the largest "
-        f"process and the largest of its children: {most:.1f} GiB."
+        f"structures; estimates {result.seconds['estimates']:.1f} s, the best {result.seconds['compiling']:.1f} s; "
+        f"the largest process and the largest of its children: {most:.1f} GiB."
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ge
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,30 +17,38 @@ from numpy.typing import NDArray
 from parc.compiler.program.actions import BACKWARD, FORWARD, Action, phases_of, send_kind, stage_ranks
 from parc.compiler.schedules import timelines
 
-HeldMicrobatches = Mapping[int, tuple[int, int]]
-"""For each stage the microbatches whose activations are held, and those that wait for the second phase of backward."""
+
+class HeldByStage(NamedTuple):
+    """The things that a rank holds of a stage: the microbatches whose activations are saved, those that wait for the
+    second phase of backward, and 1 where gradients have been added up."""
+
+    saved: int = 0
+    deferred: int = 0
+    sums: int = 0
 
 
-def moments_of(actions: Sequence[Action]) -> Iterator[tuple[Action, HeldMicrobatches]]:
-    """Yield the actions of a rank that are no messages, with what it holds meanwhile for other microbatches.
+def moments_of(actions: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, HeldByStage]]]:
+    """Yield the actions of a rank that are no messages, with what it holds meanwhile of each stage: of other
+    microbatches, and the sums into which the action itself adds.
 
     >>> actions = [Action.parse(word) for word in "0F0 0F1 0I0 0W0".split()]
-    >>> [(str(action), *held.values()) for action, held in moments_of(actions)]
-    [('0F0', (0, 0)), ('0F1', (1, 0)), ('0I0', (1, 0)), ('0W0', (1, 0))]
+    >>> [(str(action), *map(tuple, held.values())) for action, held in moments_of(actions)]
+    [('0F0', (0, 0, 0)), ('0F1', (1, 0, 0)), ('0I0', (1, 0, 0)), ('0W0', (1, 0, 1))]
     """
     first, second = phases_of(BACKWARD)
-    held = {action.stage: (0, 0) for action in actions if action.works}
+    held = {action.stage: HeldByStage() for action in actions if action.works}
     begun = [action for action in actions if action.ahead]  # beside the step before
     for action in (*begun, *actions):
         if action.message is not None:
             continue
         if action.works:
-            saved, deferred = held[action.stage]
-            held[action.stage] = saved - (action.kind in (BACKWARD, first)), deferred - (action.kind == second)
+            saved, deferred, sums = held[action.stage]
+            saved, deferred = saved - (action.kind in (BACKWARD, first)), deferred - (action.kind == second)
+            held[action.stage] = HeldByStage(saved, deferred, sums or int(action.accumulates))
         yield action, dict(held)
         if action.works:
-            saved, deferred = held[action.stage]
-            held[action.stage] = saved + (action.kind == FORWARD), deferred + (action.kind == first)
+            saved, deferred, sums = held[action.stage]
+            held[action.stage] = HeldByStage(saved + (action.kind == FORWARD), deferred + (action.kind == first), sums)
 
 
 def sums_twice(actions: Sequence[Action]) -> bool:
@@ -48,8 +56,8 @@ def sums_twice(actions: Sequence[Action]) -> bool:
     return any(action.ahead and action.accumulates for action in actions)
 
 
-StageWork = tuple[int, str]
-"""StageWork by its stage and kind."""
+WorkOfStage = tuple[int, str]
+"""WorkOfStage by its stage and kind."""
 _WORK, _SEND, _RECEIVE = range(3)
 Turn = tuple[int, int, Any]
 """One thing that a rank does: the rank, and ``_WORK`` with the work, or the side of a message with its number."""
@@ -58,11 +66,10 @@ Turn = tuple[int, int, Any]
 @dataclass(frozen=True)
 class RankMoments:
     """The moments of a rank at which it may hold most: no other one has the same work and holds at least as much of
-    each stage. ``held`` has a row for each moment, with two numbers for each of the rank's stages: the microbatches
-    that are saved, and those deferred, beside the one that runs."""
+    each stage. ``held`` has a row for each moment, with the three numbers of each of the rank's stages."""
 
     stages: tuple[int, ...]
-    works: tuple[StageWork, ...]
+    works: tuple[WorkOfStage, ...]
     held: NDArray[np.float64]
     ahead: bool
     """True where the rank begins work of the next step."""
@@ -73,7 +80,7 @@ class RankMoments:
         """Return the moments of a rank's actions."""
         works = [action for action in actions if action.works]
         stages = tuple(sorted({action.stage for action in works}))
-        of_work: dict[StageWork, dict[tuple[int, ...], None]] = {}
+        of_work: dict[WorkOfStage, dict[tuple[int, ...], None]] = {}
         for action, held in moments_of(works):
             counts = tuple(number for stage in stages for number in held[stage])
             of_work.setdefault((action.stage, action.kind), {})[counts] = None
@@ -83,9 +90,9 @@ class RankMoments:
             any(action.ahead for action in works), sums_twice(works),
         )  # fmt: skip
 
-    def most(self, peaks: Mapping[StageWork, Any], sizes: Mapping[int, tuple[Any, Any]]) -> Any:
+    def most(self, peaks: Mapping[WorkOfStage, Any], sizes: Mapping[int, tuple[Any, Any, Any]]) -> Any:
         """Return the most bytes beside state: ``peaks`` are those of each work, and ``sizes`` what a microbatch of a
-        stage saves and defers."""
+        stage saves and defers, and the stage's sums of gradients."""
         of_stages = np.array(np.broadcast_arrays(*(size for stage in self.stages for size in sizes[stage])))
         of_works = np.array(np.broadcast_arrays(*(peaks[work] for work in self.works)))
         return (of_works + (self.held @ of_stages.reshape(len(of_stages), -1)).reshape(of_works.shape)).max(axis=0)
@@ -105,10 +112,10 @@ class PlayedSchedule:
 
     ranks: Sequence[int]
     turns: Sequence[Turn]
-    works: Sequence[Mapping[StageWork, int]]
+    works: Sequence[Mapping[WorkOfStage, int]]
     moments: Sequence[RankMoments]
 
-    def ends(self, seconds: Mapping[StageWork, Any], latency: Any, begun: Sequence[Any]) -> list[Any]:
+    def ends(self, seconds: Mapping[WorkOfStage, Any], latency: Any, begun: Sequence[Any]) -> list[Any]:
         """Return when each rank has done its work: as ``simulate``, with arrays of times. A rank begins when it has
         ``begun``, and a message takes its ``latency``."""
         sent, now = list[Any](), [*begun]

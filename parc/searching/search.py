@@ -196,14 +196,14 @@ def _estimate(outcome: SearchResult, choices: Sequence[OpenChoice], estimator: E
 
 def _compile_best(outcome: SearchResult, estimator: Estimator, prices: ExactPrices, top: int, report: Report) -> None:
     """Compile and price the plans that are estimated to be the best."""
-    chosen = set[object]()
-    for tried, one in enumerate(outcome.estimates):
-        if len(outcome.best) == top or tried > _MOST_TRIED * top:
+    chosen = set[object]()  # of each choice its best order of the mesh
+    for one in outcome.estimates:
+        if len(outcome.best) == top or len(chosen) > _MOST_TRIED * top:
             break
-        closed = estimator.closed(one)
-        if closed.text in chosen:
+        if tuple(one.choice.items()) in chosen:
             continue
-        chosen.add(closed.text)
+        chosen.add(tuple(one.choice.items()))
+        closed = estimator.closed(one)
         report(len(outcome.best), top, one.figures.seconds)
 
         def price(one: Estimate = one, closed: Source = closed) -> PricedPlan | Rejected:

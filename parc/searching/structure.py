@@ -81,11 +81,11 @@ class SweptStep:
     send: Any
     """The seconds of a message between stages."""
     held: PerLayer
-    """The bytes of a role's training state."""
+    """The bytes of a role's training state beside sums of gradients."""
     unsharded: PerLayer
     """The bytes of unsharded weights among these: a role that begins forwards of the next step has them twice."""
     gradients: PerLayer
-    """The bytes of sums of gradients among these: a role that begins backwards of the next step has them twice."""
+    """The bytes of a stage's sums of gradients. A role that begins backwards of the next step has them twice."""
     saved: PerLayer
     """The bytes that a stage saves for the backward of a microbatch."""
     deferred: PerLayer
@@ -200,7 +200,7 @@ class Structure:
         parts.update = update_seconds(compiled.build, compiled.plan, swept, links.cluster)
         parts.after = parts.after + parts.update
         states = states_of(compiled.build, compiled.plan, swept)
-        parts.held = sum((sum(sizes.values()) for sizes in states.values()), start=0.0)
+        parts.held = sum((sum(sizes.values()) - sizes["gradients"] for sizes in states.values()), start=0.0)
         parts.unsharded = sum((sizes["weights"] for sizes in states.values()), start=0.0)
         parts.gradients = sum((sizes["gradients"] for sizes in states.values()), start=0.0)
         key = Action(stage, FORWARD).program_in(role.programs)
@@ -253,9 +253,10 @@ def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, flo
     microbatches."""
     swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
     states = states_of(compiled.build, compiled.plan, swept).values()
-    twice = ("weights",) * role.overlaps + ("gradients",) * sums_twice(role.actions)
-    state = sum(sum(sizes.values()) + sum(sizes[kind] for kind in twice) for sizes in states)
-    sizes = [0.0, 0.0]
+    gradients = sum(sizes["gradients"] for sizes in states)
+    state = sum(sum(sizes.values()) + role.overlaps * sizes["weights"] for sizes in states)
+    state += gradients * (sums_twice(role.actions) - 1)
+    sizes = [0.0, 0.0, gradients]
     for at, kind in enumerate((FORWARD, phases_of(BACKWARD)[0])):
         key = Action(role.stages[0], kind).program_in(swept.programs)
         if key in swept.programs:
@@ -355,7 +356,7 @@ def one_stage(step: SweptStep, layers: int, microbatches: int) -> LayoutTime:
     edges = sum(part.at(layers, True, True) for part in (step.before, step.first, step.last, step.after))
     seconds = edges + microbatches * (forward + backward)
     peaks = (step.peaks[kind].at(layers, True, True) for kind in (BETWEEN, FORWARD, BACKWARD))
-    memory = step.held.at(layers, True, True) + greatest(*peaks)
+    memory = step.held.at(layers, True, True) + step.gradients.at(layers, True, True) + greatest(*peaks)
     exposed = microbatches * step.exposed.at(layers, True, True)
     return LayoutTime(seconds, 0.0 * seconds, exposed, step.update.at(layers, True, True), memory)
 
@@ -385,11 +386,14 @@ def pipeline(step: SweptStep, cuts: Sequence[Any], schedule: PlayedSchedule, mic
         (stage, kind): greatest(of_stage(part, stage), part.at(cuts[stage], 0, 0))
         for stage in range(stages) for kind, part in step.peaks.items()
     }  # fmt: skip
-    sizes = {stage: (of_stage(step.saved, stage), of_stage(step.deferred, stage)) for stage in range(stages)}
+    sizes = {
+        stage: (of_stage(step.saved, stage), of_stage(step.deferred, stage), of_stage(step.gradients, stage))
+        for stage in range(stages)
+    }
     held = [
         of_rank(step.held, rank) + rank.ahead * of_rank(step.unsharded, rank)
         + rank.sums_twice * of_rank(step.gradients, rank)
-        + greatest(of_rank(step.peaks[BETWEEN], rank), rank.most(peaks, sizes))
+        + greatest(of_rank(step.peaks[BETWEEN], rank) + of_rank(step.gradients, rank), rank.most(peaks, sizes))
         for rank in each
     ]  # fmt: skip
     exposed = (microbatches * sum(of_stage(step.exposed, stage) for stage in rank.stages) for rank in each)
