@@ -86,7 +86,7 @@ def _summary(result: SearchResult) -> str:
 
 def _published(space: Space, result: SearchResult, prices: ExactPrices) -> Iterator[PricedPlan]:
     """Yield the published layout with its price, if it is one of the choices that fit."""
-    for one in result.estimates:
+    for one in result.estimates if space.published else ():
         if space.published.items() <= one.choice.items():
             assert result.estimator is not None
             plan = result.plan.read(result.estimator.closed(one))

@@ -226,7 +226,7 @@ class Structure:
         for (compiled, role), part in zip(self._roles(), parts, strict=True):
             made, weights = np.broadcast_arrays(part.made, part.weights)
             share = made / np.maximum(weights, 1.0)
-            places = sorted({int(share.argmin()), int(share.argmax())}) if np.ptp(share) > share.min() else [0]
+            places = sorted({int(share.argmin()), int(share.argmax())})
             both = np.array([[made[at], weights[at]] for at in places])
             of_places = [_peaks_at(compiled, role, sweep.one(at)) for at in places]
             inverse = np.linalg.pinv(both / both.max(axis=0)) / both.max(axis=0)[:, None]
