@@ -160,7 +160,7 @@ def test_the_command_prints_the_best_and_writes_the_winner(tmp_path: Path, capsy
 def test_where_nothing_fits_the_nearest_misses_are_said() -> None:
     assert "4 have a mesh of another number of ranks than 3" in refused(SHALLOW.replace("dp=?", "dp=1"), 3)
     text = refused(SHALLOW, 32)
-    assert "none of 4 choices is a plan that fits" in text and "cut by" in text and "do not divide by dp=32" in text
+    assert "none of 4 choices is a plan that fits" in text and "are cut (" in text and "do not divide by dp=32" in text
 
 
 def test_axes_that_an_included_file_adds_count_as_ranks(tmp_path: Path) -> None:
