@@ -143,13 +143,14 @@ class Estimator:
         if line is None:
             return LayoutSizes(tuple(axes.items()), 1, "", 1)
         words = self._schedule_words
+        microbatches = _number(choice.get(words.get("microbatches", ""), line.microbatches))
+        if axes.get(self.pipe, 1) == 1:
+            return LayoutSizes(tuple(axes.items()), microbatches, "", 1)
         name = choice.get(words.get("", ""), line.name)
         chunks = _number(
             choice.get(words.get("chunks", ""), line.arguments.number("chunks", 2 if name in V_SHAPES else 1))
         )
-        return LayoutSizes(
-            tuple(axes.items()), _number(choice.get(words.get("microbatches", ""), line.microbatches)), name, chunks
-        )
+        return LayoutSizes(tuple(axes.items()), microbatches, name, chunks)
 
     @cached_property
     def _schedule_words(self) -> Mapping[str, str]:

@@ -265,7 +265,9 @@ def _nothing_legal(outcome: SearchResult) -> Diagnostic:
         message = "the search was stopped before it had priced a plan"
     label = Label(outcome.plan.lets[0].span) if outcome.plan.lets else None
     help_ = "change the values or the lines that the notes name"
-    if not outcome.nearest.keys().isdisjoint(OVER):
+    if outcome.stopped:
+        help_ = "let it run longer, or close names with -D"
+    elif not outcome.nearest.keys().isdisjoint(OVER):
         help_ = "add values that split more, as `zero = 0 | 1 | 2 | 3` or `recompute`, or give more ranks"
     elif not outcome.nearest:
         help_ = f"write values whose product is {outcome.ranks:,}, or `?` for an axis that takes what the ranks leave"
