@@ -160,7 +160,27 @@ def test_the_command_prints_the_best_and_writes_the_winner(tmp_path: Path, capsy
 def test_where_nothing_fits_the_nearest_misses_are_said() -> None:
     assert "4 have a mesh of another number of ranks than 3" in refused(SHALLOW.replace("dp=?", "dp=1"), 3)
     text = refused(SHALLOW, 32)
-    assert "none of 4 choices is a plan that fits" in text and "cut by" in text and "do not divide by dp=32" in text
+    assert "none of 4 choices is a plan that fits" in text and "are cut (" in text and "do not divide by dp=32" in text
+
+
+def test_a_budget_that_none_keeps_names_the_choice_that_needs_least() -> None:
+    text = refused(SHALLOW + "budget memory 1KB\n")
+    assert "4 are cut (budget): needs" in text and "with tp=2 zero=1 dp=2" in text
+
+
+def test_an_error_that_all_choices_share_is_said_as_it_is() -> None:
+    text = refused(SHALLOW.replace("gpt.py:GPT", "gpt.py:GPX"))
+    assert "error[P0201]" in text and "has no `GPX`" in text and "no choice of the open names" in text
+
+
+def test_on_one_stage_the_schedule_and_its_chunks_make_no_other_plan() -> None:
+    plan = opened(DEEP)
+    example = plan.example()[1]
+    layers = counted_layers(example, EXAMPLES)
+    assert layers is not None
+    estimator = Estimator(plan, example, layers, find_cluster("h100-sxm"))
+    alone = [one for one in plan.choices(16) if (one["pp"], one["tp"], one["zero"]) == ("1", "2", "0")]
+    assert len(alone) > 6 and len({estimator.sizes_of(one) for one in alone}) == 1
 
 
 def test_axes_that_an_included_file_adds_count_as_ranks(tmp_path: Path) -> None:

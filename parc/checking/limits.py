@@ -52,6 +52,16 @@ def hold_promises(compiled: Compiled, progress: Progress = lambda _: None) -> No
         raise PlanError(broken)
 
 
+def hold_collectives(compiled: Compiled) -> None:
+    """Check that a compiled plan keeps its ``forbid`` and ``expect`` lines.
+
+    Raises:
+        PlanError: with each that the build would not keep.
+    """
+    if broken := [*_collectives(compiled)]:
+        raise PlanError(broken)
+
+
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = join_roles({name: role.programs for name, role in compiled.build.roles.items()}, rings=True)
     kinds = [row.kind for row in step_kinds() if row.kind in programs]

@@ -54,6 +54,9 @@ def plan_command(args: argparse.Namespace) -> int:
         way = "name another file with -o" + ("" if args.force else ", or write over it with --force")
         say(f"{args.out} {reason} as it is; {way}")
         return 1
+    if args.out is not None and not args.out.parent.is_dir():
+        say(f"{args.out} cannot be written: there is no folder {args.out.parent}")
+        return 1
     folder = real_path(args.plan).parent
     source = read_source(args.plan)
     if args.open:
@@ -157,9 +160,9 @@ def search_words(outcome: SearchResult) -> Iterator[str]:
         yield f"no. 1 is {ahead:.1%} faster than no. 2: {', '.join([*less, *more]) or 'their parts are equal'}"
         if (order := [*first.order]) != [*first.plan.mesh.names]:
             yield f"the order of its mesh is changed: {', '.join(order)}, outermost first"
-    counts = [f"{outcome.priced:,} plans priced"]
-    counts += [f"{outcome.alike:,} choices make a plan that another makes"] if outcome.alike else []
-    counts += [f"{count:,} cut by {kind}" for kind, count in outcome.cut.most_common()]
+    counts = [f"plans priced: {outcome.priced:,}"]
+    counts += [f"choices that make the plan of another: {outcome.alike:,}"] if outcome.alike else []
+    counts += [f"{count:,} cut ({kind})" for kind, count in outcome.cut.most_common()]
     yield "; ".join(counts)
     if outcome.structures:
         estimating, compiling = (seconds_text(outcome.seconds[part]) for part in ("estimates", "compiling"))
@@ -207,6 +210,10 @@ def search_json(outcome: SearchResult) -> dict[str, Any]:
         ],
         "seconds": dict(outcome.seconds), "structures": outcome.structures,
         "priced": outcome.priced, "alike": outcome.alike, "cut": dict(outcome.cut), "stopped": outcome.stopped,
+        "nearest": {
+            kind: {"choice": dict(choice), "reason": reason.words, "excess_bytes": reason.excess}
+            for kind, (choice, reason) in outcome.nearest.items()
+        },
     }  # fmt: skip
 
 

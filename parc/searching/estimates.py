@@ -32,7 +32,7 @@ from parc.compiling.driver import Captures, compile_with
 from parc.grammar.bounded import real_path
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from parc.grammar.syntax import Number, Var, Word, size_in_both
+from parc.grammar.syntax import Number, Var, Word
 from parc.searching.played import PlayedSchedule, even_cuts, played
 from parc.searching.pricing import Figures, Rejected, effect_of, over_memory, rejected
 from parc.searching.shorter import Layers
@@ -83,11 +83,12 @@ class LayoutSizes(NamedTuple):
 
 class StructureKey(NamedTuple):
     """The facts that choices of one structure share: the values of names that are no sizes, the axes of several ranks,
-    and those whose sizes count."""
+    and those whose sizes count. With ``single`` a step has one microbatch: sums of gradients are not held before it."""
 
     values: tuple[tuple[str, str], ...]
     several: tuple[str, ...]
     fixed: tuple[tuple[str, int], ...] = ()
+    single: bool = False
 
 
 SizedChoice = tuple[OpenChoice, LayoutSizes]
@@ -142,13 +143,14 @@ class Estimator:
         if line is None:
             return LayoutSizes(tuple(axes.items()), 1, "", 1)
         words = self._schedule_words
+        microbatches = _number(choice.get(words.get("microbatches", ""), line.microbatches))
+        if axes.get(self.pipe, 1) == 1:
+            return LayoutSizes(tuple(axes.items()), microbatches, "", 1)
         name = choice.get(words.get("", ""), line.name)
         chunks = _number(
             choice.get(words.get("chunks", ""), line.arguments.number("chunks", 2 if name in V_SHAPES else 1))
         )
-        return LayoutSizes(
-            tuple(axes.items()), _number(choice.get(words.get("microbatches", ""), line.microbatches)), name, chunks
-        )
+        return LayoutSizes(tuple(axes.items()), microbatches, name, chunks)
 
     @cached_property
     def _schedule_words(self) -> Mapping[str, str]:
@@ -182,7 +184,7 @@ class Estimator:
         """Return the structure of a choice."""
         values = tuple((name, value) for name, value in choice.items() if name not in self._size_names)
         several = tuple(axis for axis, size in sizes.axes if size > 1)
-        return StructureKey(values, several, tuple((fixed or {}).items()))
+        return StructureKey(values, several, tuple((fixed or {}).items()), sizes.microbatches == 1)
 
     def misfit(self, sizes: LayoutSizes) -> Rejected | None:
         """Return the reason why sizes are those of no plan, if it can be told without the model."""
@@ -242,7 +244,7 @@ class Estimator:
             axes[name] = fixed.get(name, 2 if name in key.several else 1) if isinstance(size, str) else size
         if staged:
             axes[self.pipe] = STAGES
-        microbatches = 1 if self.example.schedule is None else _MICROBATCHES if staged else 2
+        microbatches = _MICROBATCHES if staged else 1 if key.single else 2
         lines: dict[str, Sequence[str]] = {"budget": (), "expect": (), "forbid": ()}
         if self.example.schedule is not None:
             words = "1f1b " if self.example.stages else ""
@@ -321,7 +323,7 @@ class Estimator:
             time, cuts = self._timed(step, np.array([at for _, at in timed]), pipe, microbatches, name, chunks)
             for number, (choice, at) in enumerate(timed):
                 figures = self._figures(time, number, structure)
-                if reason := self._over(figures):
+                if reason := over_memory(figures, self.example, self.cluster):
                     rejections[id(choice)] = choice, reason
                 else:
                     result.append(Estimate(choice, places[at].order, figures, cuts[number]))
@@ -414,14 +416,6 @@ class Estimator:
         """Return the framework's own bytes on a device."""
         framework = self.cluster.framework
         return int(framework.context + len(structure.groups) * framework.communicator)
-
-    def _over(self, figures: Figures) -> Rejected | None:
-        framework, budget = figures.framework, self.example.budget
-        if budget is not None and budget.memory is not None and figures.memory - framework > budget.memory:
-            over, most = figures.memory - framework - budget.memory, size_in_both(budget.memory)
-            words = f"needs {size_in_both(figures.memory - framework)} a rank, and the plan's budget is {most}"
-            return Rejected("budget", words, over)
-        return over_memory(figures.memory, self.cluster)
 
 
 def _lanes(value: Any, lanes: Lanes) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parc.checking.limits import hold_promises
+from parc.checking.limits import hold_collectives
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.clock.cluster import Cluster
 from parc.compiler.plan.plan import Plan
@@ -26,6 +26,8 @@ _OVER = re.compile(r"\bover (\w+)")
 _IDLE = re.compile(r"zero\s+0\b|recompute\s+none$")
 _NAMED = re.compile(r"(schedule\s+)\S+ (microbatches \S+)( chunks \S+)?")
 Parts = Mapping[str, float]
+OVER = BUDGET, MEMORY = "budget", "memory"
+"""The kinds of rejections of choices that need too much memory."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Rejected:
     kind: str
     words: str
     excess: int = 0
+    error: PlanError | None = None
+    """The error of the plan, if it is one."""
 
 
 @dataclass(frozen=True)
@@ -97,34 +101,38 @@ class ExactPrices:
         """
         try:
             compiled = self.compile(plan)
-            hold_promises(compiled)
+            hold_collectives(compiled)
         except PlanError as error:
             return rejected(error)
         step = price(compiled.build, plan, self.cluster)
         order, step = (plan.mesh.names, step) if keep_order else best_order(compiled, step)
         memory = max(memory_of(compiled.build, plan, role).peak_bytes for role in compiled.build.roles.values())
         memory += framework_bytes(step)
-        if excess := over_memory(memory, self.cluster):
-            return excess
         figures = Figures(
             step.time.seconds, step.time.parts(step.time.longest), step.mfu, memory, framework_bytes(step)
         )
+        if excess := over_memory(figures, plan, self.cluster):
+            return excess
         return PricedPlan(choice, tuple(order), plan, figures, _exposed(compiled), estimate, step)
 
 
-def over_memory(memory: int, cluster: Cluster) -> Rejected | None:
-    """Return the reason why so many bytes do not fit a device; None if they do."""
-    have = int(cluster.device.memory)
-    if memory <= have:
-        return None
-    words = f"needs {size_in_both(memory)} of memory a rank, and a device has {size_in_both(have)}"
-    return Rejected("memory", words, memory - have)
+def over_memory(figures: Figures, plan: Plan, cluster: Cluster) -> Rejected | None:
+    """Return the reason why a rank's memory is over the plan's budget, or with the framework's own over that of a
+    device; None if it is neither."""
+    needed, have = figures.memory - figures.framework, int(cluster.device.memory)
+    if plan.budget is not None and needed > plan.budget.memory:
+        words = f"needs {size_in_both(needed)} a rank, and the plan's budget is {size_in_both(plan.budget.memory)}"
+        return Rejected(BUDGET, words, needed - plan.budget.memory)
+    if figures.memory > have:
+        words = f"needs {size_in_both(figures.memory)} of memory a rank, and a device has {size_in_both(have)}"
+        return Rejected(MEMORY, words, figures.memory - have)
+    return None
 
 
 def rejected(error: PlanError) -> Rejected:
     """Return the reason that an error of a plan is."""
     first = next(one for one in error.diagnostics if one.is_error)
-    return Rejected(code_pages()[first.code.name].title, first.message)
+    return Rejected(code_pages()[first.code.name].title, first.message, error=error)
 
 
 def _exposed(compiled: Compiled) -> Mapping[str, int]:

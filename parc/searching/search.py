@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from parc.compiler.clock.cluster import ClusterError
@@ -16,7 +16,7 @@ from parc.grammar.codes import NO_CHOICE, TOO_MANY_CHOICES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Source
 from parc.searching.estimates import Estimate, Estimator, LayoutSizes, SizedChoice, StructureKey, each_structure
-from parc.searching.pricing import ExactPrices, Figures, PricedPlan, Rejected, effect_of, rejected
+from parc.searching.pricing import OVER, ExactPrices, Figures, PricedPlan, Rejected, effect_of, rejected
 from parc.searching.shorter import counted_layers
 
 MOST_COMBINATIONS = 10**6
@@ -41,6 +41,8 @@ class SearchResult:
     """The choices that are no plan, by kind of reason."""
     nearest: dict[str, tuple[OpenChoice, Rejected]] = field(default_factory=dict)
     """For each kind of reason, the choice that lacks least."""
+    reasons: set[str] = field(default_factory=set, repr=False)
+    """The words of all reasons."""
     stopped: bool = False
     """True where the search was interrupted: the best are those until then."""
 
@@ -78,6 +80,7 @@ class SearchResult:
     def reject(self, choice: OpenChoice, reason: Rejected) -> None:
         """Count a choice that is no plan."""
         self.cut[reason.kind] += 1
+        self.reasons.add(reason.words)
         if reason.kind not in self.nearest or reason.excess < self.nearest[reason.kind][1].excess:
             self.nearest[reason.kind] = choice, reason
 
@@ -245,19 +248,30 @@ def _structures(
 
 
 def _nothing_legal(outcome: SearchResult) -> Diagnostic:
-    """Return the error of a plan of which no choice fits, with the nearest miss of each constraint."""
+    """Return the error of a plan of which no choice fits, with the nearest miss of each constraint. An error that all
+    choices have in common, as that of a model that cannot be made, is said as it is."""
     notes = [
-        f"{outcome.cut[kind]:,} are cut by {kind}: {reason.words} with {choice_text(choice)}"
+        f"{outcome.cut[kind]:,} are cut ({kind}): {reason.words}, with {choice_text(choice)}"
         for kind, (choice, reason) in outcome.nearest.items()
     ]
-    if outcome.cut[RANKS]:
-        notes.insert(0, f"{outcome.cut[RANKS]:,} have a mesh of another number of ranks than {outcome.ranks:,}")
+    left_out = f"{outcome.cut[RANKS]:,} have a mesh of another number of ranks than {outcome.ranks:,}"
+    of_ranks = (left_out,) if outcome.cut[RANKS] and RANKS not in outcome.nearest else ()
+    errors = [reason.error for _, reason in outcome.nearest.values() if reason.error is not None]
+    if len(outcome.reasons) == 1 and errors and not outcome.stopped:
+        shared = next(one for one in errors[0].diagnostics if one.is_error)
+        return replace(shared, notes=(*shared.notes, *of_ranks, "no choice of the open names is without this error"))
     message = f"none of {outcome.plan.combinations:,} choices is a plan that fits"
     if outcome.stopped:
         message = "the search was stopped before it had priced a plan"
     label = Label(outcome.plan.lets[0].span) if outcome.plan.lets else None
-    help_ = "add values that split more, as `zero = 0 | 1 | 2 | 3` or `recompute`, or give more ranks"
-    return Diagnostic(NO_CHOICE, message, label, help=help_, notes=tuple(notes))
+    help_ = "change the values or the lines that the notes name"
+    if outcome.stopped:
+        help_ = "let it run longer, or close names with -D"
+    elif not outcome.nearest.keys().isdisjoint(OVER):
+        help_ = "add values that split more, as `zero = 0 | 1 | 2 | 3` or `recompute`, or give more ranks"
+    elif not outcome.nearest:
+        help_ = f"write values whose product is {outcome.ranks:,}, or `?` for an axis that takes what the ranks leave"
+    return Diagnostic(NO_CHOICE, message, label, help=help_, notes=(*of_ranks, *notes))
 
 
 def choice_text(choice: Mapping[str, str]) -> str:
