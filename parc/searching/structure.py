@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,7 +210,8 @@ class Structure:
         key = Action(stage, phases_of(BACKWARD)[0]).program_in(role.programs)
         if key in role.programs:
             parts.deferred = _saved_bytes(role.programs[key], clocks[key].program)
-        parts.made, parts.weights = _made_bytes(forward), _weight_bytes(forward)
+        whole = replace(sweep, sizes={**sweep.sizes, **dict.fromkeys(sweep.storing & sweep.sizes.keys(), 1.0)})
+        parts.made, parts.weights = _made_bytes(forward), _weight_bytes(replace(forward, mesh=whole))
         parts.send = self._send(forward, role, links)
         return parts
 
@@ -262,11 +264,11 @@ def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, flo
         if key in swept.programs:
             sizes[at] = _saved_bytes(swept.programs[key], swept.programs[key])
     peaks = action_peaks_of(compiled.build, compiled.plan, swept)
-    result = {BETWEEN: 0.0}
+    result: dict[str, float] = {}
     for action, held in moments_of(role.actions):
         others = sum(number * size for counts in held.values() for number, size in zip(counts, sizes, strict=True))
         kind = action.kind if action.works else BETWEEN
-        result[kind] = max(result.get(kind, 0.0), peaks.get(action, 0) - state - others)
+        result[kind] = max(result.get(kind, -inf), peaks.get(action, 0) - state - others)
     return result
 
 
@@ -355,8 +357,12 @@ def one_stage(step: SweptStep, layers: int, microbatches: int) -> LayoutTime:
     forward, backward = step.work[FORWARD].at(layers, True, True), step.work[BACKWARD].at(layers, True, True)
     edges = sum(part.at(layers, True, True) for part in (step.before, step.first, step.last, step.after))
     seconds = edges + microbatches * (forward + backward)
-    peaks = (step.peaks[kind].at(layers, True, True) for kind in (BETWEEN, FORWARD, BACKWARD))
-    memory = step.held.at(layers, True, True) + step.gradients.at(layers, True, True) + greatest(*peaks)
+    between, while_forward, while_backward = (
+        step.peaks[kind].at(layers, True, True) for kind in (BETWEEN, FORWARD, BACKWARD)
+    )
+    sums = step.gradients.at(layers, True, True)
+    most = greatest(between + sums, while_forward + (microbatches > 1) * sums, while_backward + sums)
+    memory = step.held.at(layers, True, True) + most
     exposed = microbatches * step.exposed.at(layers, True, True)
     return LayoutTime(seconds, 0.0 * seconds, exposed, step.update.at(layers, True, True), memory)
 
