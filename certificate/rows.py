@@ -255,10 +255,28 @@ def largest(t: Tensors, x: Value, dims: Any) -> Value:
 
 
 @function
+def exp(t: Tensors, x: Item) -> Value:
+    """Return the exponential: a logarithm among the terms is a factor, ``exp(a - 2 * log(b)) = exp(a) / b / b``."""
+    read, dims, sizes = t.table.letters(_value(t, x))
+    rest, factors = [], []
+    for term in t.table.terms(read):
+        node = t.table.node(term.node)
+        if node.op == "log" and isinstance(term.coefficient, int) and abs(term.coefficient) <= 8:
+            (inside,) = t.table.inside(term, node)
+            factors.append(power(t, t.table.value(inside, dims, sizes), term.coefficient))
+        else:
+            rest.append(term)
+    if not factors:
+        return t.pointwise("exp", [_value(t, x)])
+    more = [t.pointwise("exp", [t.table.value(t.table.sum(rest, sizes), dims, sizes)])] if rest else []
+    return t.times(*more, *factors)
+
+
+@function
 def log_softmax(t: Tensors, x: Value, dim: int) -> Value:
     """Return the logarithms of shares along a dim."""
     below = _plus(t, x, largest(t, x, dim), -1)
-    return t.plus(below, t.pointwise("log", [t.total(t.pointwise("exp", [below]), [dim], keep=True)]), by=(1, -1))
+    return t.plus(below, t.pointwise("log", [t.total(exp(t, below), [dim], keep=True)]), by=(1, -1))
 
 
 TRUTHS = "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isposinf", "isneginf", "signbit"
