@@ -133,9 +133,14 @@ Item = Any
 
 
 def inverse(t: Tensors, x: Value) -> Value:
-    """Return one over a value, with its coefficient in front."""
+    """Return one over a value, with its coefficient in front: of a product the product of inverses."""
     if x.node == t.table.one:
         return t.constant(1 / Fraction(x.coefficient), x.shape)
+    node = t.table.node(x.node)
+    if node.op == "product" and not node.inner:
+        read, dims, sizes = t.table.letters(x)
+        factors = [inverse(t, t.table.value(factor, dims, sizes)) for factor in t.table.inside(read, node)]
+        return t.times(*factors, by=1 / Fraction(x.coefficient))
     return t.scaled(t.pointwise("inverse", [x._replace(coefficient=1)]), 1 / Fraction(x.coefficient))
 
 
