@@ -10,7 +10,7 @@ from typing import Any
 from .letters import Number, number
 from .meaning import Value
 from .padding import real_entries
-from .rows import Call, Gradients, inverse, like, product_gradients, row, slope
+from .rows import Call, Gradients, exp, inverse, like, product_gradients, row, slope
 from .tensors import Tensors
 from .text import Refused, within
 
@@ -385,7 +385,7 @@ def _parts_of_loss(c: Call, x: Value, peak: Value, targets: Value, place: Value)
     """Return the exponentials of logits, marks of the targets, the sum of the one, and the logit of the other."""
     t = c.tensors
     below = t.plus(x, peak, by=(1, -1))
-    exponentials = t.pointwise("exp", [below])
+    exponentials = exp(t, below)
     marks, _ = _marks(c, targets, place)
     return exponentials, marks, t.total(exponentials, [1]), t.total(t.times(marks, below), [1])
 
@@ -422,7 +422,7 @@ def _entries_of_loss(c: Call, at: int) -> tuple[Value, Value, Value]:
     padded = real_entries(c, x, c.types[at])
     real, place = (x, c.position(1, c.types[at])) if padded is None else (padded[0], c.places(padded[0].shape[1]))
     below = t.plus(real, peak, by=(1, -1))
-    exponentials, (marks, _) = t.pointwise("exp", [below]), _marks(c, targets, place)
+    exponentials, (marks, _) = exp(t, below), _marks(c, targets, place)
     entries = exponentials, marks, t.times(marks, below)
     return entries if padded is None else tuple(map(padded[1], entries))  # type: ignore[return-value]
 

@@ -388,30 +388,82 @@ class Table(Places):
             return self._pure(
                 1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes
             )
+        if len(joined := self._joined(reads, sizes)) < len(reads):
+            return self.sum(joined, sizes)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
+
+    def _joined(self, reads: Sequence[Read], sizes: Mapping[Letter, int]) -> list[Read]:
+        """Return terms in which those are one that identity matrices place alike, and those of the same exponentials
+        and inverses: what these stand before is added up first."""
+        alike: dict[Hashable, list[tuple[Read, list[Read]]]] = {}
+        lengths, inside = dict(sizes), set[Letter]()
+        for at, read in enumerate(reads):
+            (marks, rest, placed), lengths = self._marked(read, lengths, inside)
+            alike.setdefault((tuple(marks), placed) if marks else at, []).append((read, rest))
+        joined = []
+        for key, terms in alike.items():
+            if len(terms) == 1 or not isinstance(key, tuple):
+                joined += [read for read, _ in terms]
+                continue
+            marks, placed = key
+            parts = [
+                self.product(read.coefficient, rest, lengths, inside & {k for r in rest for k in letters_of(r)})
+                for read, rest in terms
+            ]
+            joined.append(self.product(1, [*marks, self.sum(parts, lengths)], lengths, placed))
+        return joined
+
+    def _marked(
+        self, read: Read, sizes: dict[Letter, int], inside: set[Letter]
+    ) -> tuple[tuple[list[Read], list[Read], tuple[Letter, ...]], dict[Letter, int]]:
+        """Return the factors of a term by which it is known, the others, and the letters that are placed, with the
+        sizes of all letters. Others that are summed are added to ``inside``."""
+        node, (_, compared, piece) = self.node(read.node), self.look(read.node)
+        if node.op != "product" or not (piece or not (node.inner or compared)):
+            return ([], [], ()), sizes
+        factors, sizes, inner = self._opened(node, dict(enumerate(read.maps)), sizes, set())
+        if not piece:
+            known = [r for r in factors if self.node(r.node).op in ("exp", "inverse")]
+            known = known if any(self.node(r.node).op == "exp" for r in known) else []
+            return (known, [r for r in factors if r not in known], ()), sizes
+        for factor in list(factors):
+            if (node := self.node(factor.node)).op == "product" and self.look(factor.node)[2]:
+                factors.remove(factor)
+                more, sizes, inner = self._opened(node, dict(enumerate(factor.maps)), sizes, inner)
+                factors += more
+        letters = dict.fromkeys(
+            k for r in factors if r.node == self.delta for _, terms in r.maps for k, _ in terms if k in inner
+        )
+        names = {letter: ("placed", at, sizes[letter]) for at, letter in enumerate(letters)}
+        sizes |= {name: sizes[letter] for letter, name in names.items()}
+        inside |= inner - letters.keys()
+        there = Instead({letter: (0, ((name, 1),)) for letter, name in names.items()})
+        factors = [r._replace(maps=substitute(r.maps, there)) for r in factors]
+        marks = [r for r in factors if r.node == self.delta]
+        return (marks, [r for r in factors if r.node != self.delta], tuple(names.values())), sizes
 
     def unnamed(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
         """Return a read whose sum, or that of a factor, has the terms of named sums in the place of these: what is
         added up in another order has other names."""
         node = self.node(read.node)
         if node.op == "product" and not node.inner:
-            factors = [self.unnamed(r, sizes) for r in self._inside(read, node)]
+            factors = [self.unnamed(r, sizes) for r in self.inside(read, node)]
             return self._scaled(self._pure(1, factors, sizes), read.coefficient)
-        return self.sum(self._terms(read), sizes) if node.op == "sum" else read
+        return self.sum(self.terms(read), sizes) if node.op == "sum" else read
 
-    def _terms(self, read: Read) -> Iterator[Read]:
+    def terms(self, read: Read) -> Iterator[Read]:
         """Yield the terms of a sum, and those of named sums among them."""
         node = self.node(read.node)
         if node.op == "named sum" and isinstance(node.args, int):
             node = self.node(node.args)
         if node.op == "sum":
-            for term in self._inside(read, node):
-                yield from self._terms(self._scaled(term, read.coefficient))
+            for term in self.inside(read, node):
+                yield from self.terms(self._scaled(term, read.coefficient))
         else:
             yield read
 
-    def _inside(self, read: Read, node: Node) -> list[Read]:
+    def inside(self, read: Read, node: Node) -> list[Read]:
         """Return what a node reads, by the letters by which it is read."""
         index = dict(enumerate(read.maps))
         return [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]

@@ -133,9 +133,14 @@ Item = Any
 
 
 def inverse(t: Tensors, x: Value) -> Value:
-    """Return one over a value, with its coefficient in front."""
+    """Return one over a value, with its coefficient in front: of a product the product of inverses."""
     if x.node == t.table.one:
         return t.constant(1 / Fraction(x.coefficient), x.shape)
+    node = t.table.node(x.node)
+    if node.op == "product" and not node.inner:
+        read, dims, sizes = t.table.letters(x)
+        factors = [inverse(t, t.table.value(factor, dims, sizes)) for factor in t.table.inside(read, node)]
+        return t.times(*factors, by=1 / Fraction(x.coefficient))
     return t.scaled(t.pointwise("inverse", [x._replace(coefficient=1)]), 1 / Fraction(x.coefficient))
 
 
@@ -255,10 +260,28 @@ def largest(t: Tensors, x: Value, dims: Any) -> Value:
 
 
 @function
+def exp(t: Tensors, x: Item) -> Value:
+    """Return the exponential: a logarithm among the terms is a factor, ``exp(a - 2 * log(b)) = exp(a) / b / b``."""
+    read, dims, sizes = t.table.letters(_value(t, x))
+    rest, factors = [], []
+    for term in t.table.terms(read):
+        node = t.table.node(term.node)
+        if node.op == "log" and isinstance(term.coefficient, int) and abs(term.coefficient) <= 8:
+            (inside,) = t.table.inside(term, node)
+            factors.append(power(t, t.table.value(inside, dims, sizes), term.coefficient))
+        else:
+            rest.append(term)
+    if not factors:
+        return t.pointwise("exp", [_value(t, x)])
+    more = [t.pointwise("exp", [t.table.value(t.table.sum(rest, sizes), dims, sizes)])] if rest else []
+    return t.times(*more, *factors)
+
+
+@function
 def log_softmax(t: Tensors, x: Value, dim: int) -> Value:
     """Return the logarithms of shares along a dim."""
     below = _plus(t, x, largest(t, x, dim), -1)
-    return t.plus(below, t.pointwise("log", [t.total(t.pointwise("exp", [below]), [dim], keep=True)]), by=(1, -1))
+    return t.plus(below, t.pointwise("log", [t.total(exp(t, below), [dim], keep=True)]), by=(1, -1))
 
 
 TRUTHS = "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isposinf", "isneginf", "signbit"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ class Step:
                 if self.kinds.get(_place(program, parameter.binding), number) != number:
                     raise Refused(f"`{parameter.binding}` is of another kind of numbers")
                 result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
-            except (Refused, KeyError) as error:  # an axis that no rank of a role has
+            except Refused as error:
                 raise Refused(f"{program.file}:{parameter.row}: {error}") from None
         return result
 
@@ -288,11 +289,16 @@ class Step:
             self._loss()
         told = ["the loss"] * ("loss" in self.expected)
         told += [key for key in self.expected if key.startswith(("output ", "buffer "))]
-        for role in self.build.roles:
-            proof.lines.append(f"{role}: {', '.join(told[:4])}{', …' if len(told) > 4 else ''}")
+        of_role = dict.fromkeys(self.build.roles, f"{', '.join(told[:4])}{', …' if len(told) > 4 else ''}")
         if trains:
-            for at, (role, count) in enumerate(self._gradients().items()):
-                proof.lines[at] = f"{role}: the loss, {count} gradients, the norm"
+            of_role |= {
+                role: f"the loss, {count} gradient{'s' * (count != 1)}, the norm"
+                for role, count in self._gradients().items()
+            }
+        for text, alike in groupby(of_role, of_role.__getitem__):
+            first, *others = alike
+            last = f" {'to' if len(others) > 1 else 'and'} {others[-1]}" if others else ""
+            proof.lines.append(f"{first}{last}: {text}")
         if self.updates or any(action == "LOADS" for _, action in self.build.programs):
             self._loads()
         for program in self.build.programs.values():

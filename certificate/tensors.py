@@ -483,7 +483,13 @@ class Tensors:
 
     def ranks(self, axes: Sequence[str]) -> list[tuple[int, str]]:
         """Return the sizes and letters of the ranks of some axes, major first. Those of ``~cp`` count in reverse within
-        every second part."""
+        every second part.
+
+        Raises:
+            Refused: one is an axis that no rank has.
+        """
+        if unknown := [axis for axis in axes if axis.lstrip("~") not in self.table.axes]:
+            raise Refused(f"`{unknown[0]}` is no axis of the mesh")
         self._reversed = self._reversed or any(axis.startswith("~") for axis in axes)
         return [
             (size, "~" * axis.startswith("~") + name)

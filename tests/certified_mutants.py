@@ -3,7 +3,8 @@
 ``python -m tests.certified_mutants [BUILD ...]`` changes texts of small builds as a faulty pass would, and faults alike
 in all programs; ``model.py`` stays, as it says what is meant. A mutant that is accepted runs beside the reference, all
 ranks in one process in float64: if any number differs, the checker has a hole. What neither refuses in words nor
-accepts is a fault too. The folder of a large build may be named too: its accepted mutants are told.
+accepts is a fault too. The folder of a large build may be named too: its accepted mutants are told. A long run goes on
+where it ended: ``--from 6600`` passes over as many mutants, which are drawn alike in every run.
 """
 
 from __future__ import annotations
@@ -185,10 +186,11 @@ class Count:
 
 
 def judge(
-    name: str, compiled: Compiled | None, texts: Texts, most: int, draw: Random, counts: dict[str, Count]
-) -> None:
-    """Judge at most ``most`` mutants of a build, of each source and kind alike. One that is not ``compiled`` here is
-    too large to run, so its accepted mutants are told without their numbers."""
+    name: str, compiled: Compiled | None, texts: Texts, numbers_of: range, draw: Random, counts: dict[str, Count]
+) -> int:
+    """Judge the mutants ``numbers_of`` of a build, of each source and kind alike, and return how many it has up to the
+    last of these. One that is not ``compiled`` here is too large to run, so its accepted mutants are told without their
+    numbers."""
     build = Judge(texts)
     if reason := build.verdict({}):
         raise SystemExit(f"{name}: is refused as it is: {reason}")
@@ -198,16 +200,20 @@ def judge(
     for source in SOURCES:
         for mutant in source(texts, draw):
             by_kind.setdefault(mutant.kind, []).append(mutant)
-    pools, judged = [draw.sample(pool, len(pool)) for pool in by_kind.values()], 0
+    pools, number = [draw.sample(pool, len(pool)) for pool in by_kind.values()], 0
     for mutant in (each for turn in zip_longest(*pools) for each in turn if each is not None):
-        if judged == most:
+        if number == numbers_of.stop:
             break
         edits = {file: text for file, text in mutant.edits().items() if text != texts[file]}
         if not edits:
             continue
-        judged += 1
+        number += 1
+        if number <= numbers_of.start:
+            continue
         count = counts.setdefault(mutant.kind, Count())
         count.mutants += 1
+        if number % 100 == 0:
+            print(f"{name}: mutant {number}", flush=True)
         what = f"{name}: {mutant.what}"
         try:
             reason = build.verdict(edits)
@@ -232,6 +238,7 @@ def judge(
             print(f"hole: {mutant.kind}: {what}: {differs}", flush=True)
         else:
             count.idle.append(f"{what}: {differs}")
+    return number
 
 
 def _line(kind: str, row: Mapping[str, int]) -> str:
@@ -260,16 +267,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="BUILD")
     parser.add_argument("--builds", type=int, default=len(BUILDS))
     parser.add_argument("--mutants", type=int, default=600, help="of each build")
+    parser.add_argument("--from", type=int, default=0, dest="start", help="mutants of all builds that are passed over")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
+    left = args.start
     signal.signal(signal.SIGVTALRM, _too_long)
     for name in args.names or BUILDS[: args.builds]:
         compiled: Any = None
         if not Path(name).is_dir():
             compiled = compiled_plan(name) if name in PLANS else good(name).compiled
         texts = read_texts(Path(name)) if compiled is None else texts_of(compiled)
-        judge(name, compiled, texts, args.mutants, Random(f"{args.seed} {name}"), counts)
+        chosen = range(min(left, args.mutants), args.mutants)
+        left -= min(left, judge(name, compiled, texts, chosen, Random(f"{args.seed} {name}"), counts))
         print(f"{name}: {sum(c.mutants for c in counts.values())} mutants", flush=True)
     print(table(counts))
     return int(any(c.holes or c.crashes for c in counts.values()))

@@ -422,7 +422,7 @@ def in_manifest(texts: Texts, draw: Random) -> Iterator[Mutant]:
     """Yield mutants of how parameters are stored: in the manifest alone, and in the programs too."""
     facts = json.loads(texts["manifest.json"])
     for name, type_ in facts["parameters"].items():
-        many = [*other_types(type_, AXES, draw), *(set(facts["parameters"].values()) - {type_})]
+        many = [*other_types(type_, AXES, draw), *sorted({*facts["parameters"].values()} - {type_})]
         many += [
             re.sub(r"(\d+)", rf"\1/{axis}", type_.replace("f32", "f@"), count=1).replace("f@", "f32") for axis in AXES
         ]

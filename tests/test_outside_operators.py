@@ -1,12 +1,15 @@
 """An operator is one row: one of each family comes from outside, states its facts, and no other code knows of it."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from certificate.step import certify_texts
 from certificate.text import Refused
+from parc.checking.verification import differences
 from parc.compiler.ops.factors import RuleError
 from parc.compiler.ops.rules import facts, register
 from parc.compiler.program.program import Line
@@ -181,6 +184,25 @@ def test_a_certificate_holds_by_the_rules_in_the_manifest_alone(
     rows = {**build.manifest["operators"], name: {**build.manifest["operators"][name], fact: other}}
     with pytest.raises(Refused, match=why):
         certify_texts(build.texts, {**build.manifest, "operators": rows})
+
+
+def test_verify_compares_the_rules_in_a_manifest_with_those_registered(folder: Path) -> None:
+    compilation, name = built(folder, TENSOR), "outside.squash.default"
+    build = compilation.build
+    rows = build.manifest["operators"]
+
+    def faults(rows: dict[str, Any]) -> list[str]:
+        changed = replace(build, manifest={**build.manifest, "operators": rows})
+        every = map(str, differences(changed, compilation))
+        return [fault for fault in every if not fault.startswith("recompilation: report.json")]
+
+    assert faults(rows) == []
+    (other,) = faults({**rows, name: {**rows[name], "gradient": "g * (1 - y)"}})
+    assert f"the gradient of `{name}` is `g * (1 - y)`, but `g * (1 - y ** 2)` is registered" in other
+    (missing,) = faults({op: row for op, row in rows.items() if op != name})
+    assert f"has no rule of `{name}`, which is registered" in missing
+    (more,) = faults({**rows, "outside.other.default": rows[name]})
+    assert "`outside.other.default` has no rule any more" in more
 
 
 def test_operators_of_torch_get_no_rule_from_a_manifest(folder: Path) -> None:

@@ -57,9 +57,11 @@ _OF_RUNS = ("certificate", "checks", "numbers", "placed", "written")
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
     """Return the faults of a build that is not what its plan compiles to."""
     wanted = compiled.build
+    registered = _as_read(wanted.manifest)
     return [
         *_text_faults({name: text for name, text in build.texts.items() if not is_of_first_check(name)}, wanted.texts),
-        *_key_faults("manifest.json", build.manifest, _as_read(wanted.manifest), _OF_PLACES),
+        *_rule_faults(build.manifest.get("operators", {}), registered.get("operators", {})),
+        *_key_faults("manifest.json", build.manifest, registered, (*_OF_PLACES, "operators")),
         *_key_faults("report.json", build.report, _as_read(report_of(compiled)), _OF_RUNS),
     ]
 
@@ -76,6 +78,21 @@ def _text_faults(texts: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
                 have, want = (f"`{row.strip()}`" if row is not None else "nothing" for row in rows)
                 yield Fault("recompilation", f"{name}:{number}", f"is {have}, but the plan compiles to {want}")
                 break
+
+
+def _rule_faults(rows: Mapping[str, Any], registered: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault for each operator of one's own of which a manifest says something else than is registered: its
+    certificate would take that as given."""
+    for op in sorted(rows.keys() | registered.keys()):
+        row, wanted = rows.get(op), registered.get(op)
+        if row is None or wanted is None:
+            message = f"has no rule of `{op}`, which is registered" if row is None else f"`{op}` has no rule any more"
+            yield Fault("recompilation", "manifest.json", message)
+            continue
+        for fact in sorted(key for key in row.keys() | wanted.keys() if row.get(key) != wanted.get(key)):
+            have, want = (f"`{shortened(str(side[fact]))}`" if side.get(fact) else "nothing" for side in (row, wanted))
+            message = f"the {fact} of `{op}` is {have}, but {want} is registered"
+            yield Fault("recompilation", "manifest.json", message)
 
 
 _LOOSE = 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from certificate.step import certify
+from certificate.step import certify, certify_texts
 from certificate.text import Refused
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import files_of, manifest_of
@@ -65,6 +65,87 @@ def test_a_build_is_proved_equal_to_its_model(build: Path) -> None:
 def test_a_build_with_an_edited_line_is_refused(build: Path, tmp_path: Path, file: str, old: str, new: str) -> None:
     with pytest.raises(Refused):
         certify(edited(build, tmp_path, file, old, new))
+
+
+_STAGES = """
+model "./deep.py:Net"
+input input float32 [B, 8]
+input y float32 [B, 8]
+sizes B=10
+loss "./deep.py:squared"(output, y)
+optimizer sgd lr 0.1
+mesh pp=5
+stage balanced over pp
+schedule 1f1b microbatches 5
+"""
+
+
+def test_roles_of_which_the_same_is_proved_are_told_once(tmp_path: Path) -> None:
+    layers = ", ".join(["nn.Linear(8, 8, False)"] * 4)
+    model = f"from torch import nn\n\n\ndef Net():\n    return nn.Sequential({layers}, nn.Linear(8, 8))\n"
+    model += "\n\ndef squared(o, y):\n    return (o - y).square().mean()\n"
+    (tmp_path / "deep.py").write_text(model, encoding="utf-8")
+    compiled = compile_plan(read_plan(Source("deep.parc", _STAGES)), tmp_path)
+    lines = certify_texts(files_of(compiled), manifest_of(compiled)).lines
+    assert lines == [
+        "pp0 to pp2: the loss, 1 gradient, the norm",
+        "pp3: the loss, 3 gradients, the norm",
+        "pp4: the loss, 0 gradients, the norm",
+    ]
+
+
+def test_a_parameter_split_over_an_axis_that_no_rank_has_is_refused(build: Path, tmp_path: Path) -> None:
+    split = edited(build, tmp_path, "manifest.json", '"f32[64/dp]"', '"f32[64/pp]"')
+    with pytest.raises(Refused, match="`pp` is no axis of the mesh"):
+        certify(split)
+
+
+_LOSSES = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(27, 8), nn.Linear(8, 27)
+
+    def forward(self, x):
+        return self.head(self.embed(x).tanh())
+
+
+def smooth(o, y):
+    return F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=0, label_smoothing=0.1)
+
+
+def with_z(o, y):
+    losses = F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=0, reduction="none")
+    return (losses + 1e-2 * o.flatten(0, 1).logsumexp(-1).square() * (y.flatten() != 0)).sum() / (y != 0).sum()
+"""
+_PLAN = """
+model "./losses.py:Net"
+input x int64 [B, 4]
+input y int64 [B, 4]
+sizes B=4
+loss "./losses.py:{}" (output, y)
+optimizer sgd lr 0.1
+mesh tp=2
+vocab embed, head over tp pad
+schedule microbatches 2
+"""
+
+
+@pytest.mark.parametrize(("loss", "factor"), [("smooth", "0.9"), ("with_z", "0.01")])
+def test_losses_of_rows_that_padding_makes_longer_are_proved(tmp_path: Path, loss: str, factor: str) -> None:
+    (tmp_path / "losses.py").write_text(_LOSSES, encoding="utf-8")
+    compiled = compile_plan(read_plan(Source("losses.parc", _PLAN.format(loss))), tmp_path)
+    texts, manifest = files_of(compiled), manifest_of(compiled)
+    assert certify_texts(texts, manifest).lines == ["stage0: the loss, 3 gradients, the norm"]
+    file = "programs/stage0.B.py"
+    assert texts[file].count(f", {factor})") == 1
+    with pytest.raises(Refused, match="is not what"):
+        certify_texts({**texts, file: texts[file].replace(f", {factor})", ", 0.3)")}, manifest)
 
 
 def test_the_checker_imports_nothing_of_what_it_checks() -> None:

@@ -447,3 +447,23 @@ def test_entries_in_another_order_are_another_operand() -> None:
     within = t.reshape(t.expand(t.reshape(x, (2, 1, 2)), (2, 2, 2)), (8,))
     around = t.reshape(t.expand(t.reshape(x, (1, 2, 2)), (2, 2, 2)), (8,))
     assert t.flat(within, 0) != t.flat(around, 0)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_what_is_placed_alike_is_one_term(in_pieces: bool) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.in_pieces = in_pieces
+    x, y, scale = (piece(t, name, text) for name, text in (("x", "f32[6, 2]"), ("y", "f32[6, 2]"), ("s", "f32[2]")))
+    there = t.place(t.plus(x, t.times(y, scale)), 0, 1, 8)
+    assert t.plus(t.place(x, 0, 1, 8), t.times(t.place(y, 0, 1, 8), scale)) == there
+    apart = t.plus(t.place(x, 0, 1, 8), t.times(t.place(y, 0, 2, 8), scale))
+    assert apart != there
+    random = {name: torch.randn(v.shape, dtype=torch.float64) for name, v in (("x", x), ("y", y), ("s", scale))}
+    numbers = Numbers(t.table, random)
+    for value, at in ((there, 1), (apart, 2)):
+        expected = torch.zeros(8, 2, dtype=torch.float64)
+        expected[1:7] += random["x"]
+        expected[at : at + 6] += random["y"] * random["s"]
+        read, _, sizes = t.table.letters(value)
+        places = dict(zip(sizes, grid(list(sizes.values())), strict=True))
+        torch.testing.assert_close(numbers.at(read, places).reshape(8, 2), expected)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -256,6 +257,29 @@ def _changed(at: int, random_: random.Random) -> Iterator[tuple[str, list[Any], 
             yield op, args, {**kwargs, argument.name: other}
         else:
             yield op, [*args, *(each.default_value for each in schema[len(args) : place]), other], kwargs
+
+
+def test_one_over_a_product_is_the_product_of_inverses() -> None:
+    case = Case("aten.mul.Tensor", [torch.randn(4, 6), torch.randn(6)], {}, {0: {0: "tp"}})
+    t, (x, y) = case.reader.tensors, case.values.values()
+    value = rows.inverse(t, t.times(x, x, y, by=3))
+    assert value == t.times(rows.inverse(t, x), rows.inverse(t, x), rows.inverse(t, y), by=Fraction(1, 3))
+    for rank in range(2):
+        part, other = case.tensors[0].double().chunk(2)[rank], case.tensors[1].double()
+        _close(Numbers(case.table, case.given).value(value, {"tp": rank, "dp": 0}), 1 / (3 * part * part * other))
+
+
+def test_logarithms_in_an_exponential_are_factors() -> None:
+    case = Case("aten.exp.default", [torch.randn(4, 6)], {}, {0: {0: "tp"}})
+    t, x = case.reader.tensors, case.values["t0"]
+    size = t.pointwise("abs", [x])
+    log, root = t.pointwise("log", [size]), t.pointwise("log", [t.pointwise("sqrt", [size])])
+    value = rows.exp(t, t.plus(x, log, root, by=(1, -2, Fraction(1, 2))))
+    assert value == t.times(rows.exp(t, t.plus(x, root, by=(1, Fraction(1, 2)))), rows.power(t, size, -2))
+    for rank in range(2):
+        part = case.tensors[0].double().chunk(2)[rank]
+        expected = part.exp() * part.abs() ** -2 * part.abs() ** 0.25
+        _close(Numbers(case.table, case.given).value(value, {"tp": rank, "dp": 0}), expected)
 
 
 @pytest.mark.parametrize("part", range(8))
