@@ -151,6 +151,9 @@ def test_the_command_prints_the_best_and_writes_the_winner(tmp_path: Path, capsy
     assert winner.mesh.world == 4 and best.read_text().startswith("# chosen by `parc plan` of 4 plans:")
     assert main([*words, "-o", str(best)]) == 1 and "is there, and stays" in capsys.readouterr().err
     assert main(words[:2]) == 1 and "--cluster" in capsys.readouterr().err
+    assert main([*words, "--batch", "32", "--top", "1"]) == 0
+    assert "4 times that of the plan's text (8)" in capsys.readouterr().out
+    assert main(["plan", f"{tmp_path / 'gpt.py'}:GPT"]) == 2 and "parc init" in capsys.readouterr().err
     assert main([*words[:2], *words[4:]]) == 2 and "--ranks" in capsys.readouterr().err
     assert main(["build", words[1], "-o", str(tmp_path / "built")]) == 1
     assert "`-D dp=2` closes it" in capsys.readouterr().err

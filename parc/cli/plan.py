@@ -45,7 +45,7 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_command(args: argparse.Namespace) -> int:
-    """SearchResult, print the best plans, and write the winner."""
+    """Search, print the best plans, and write the winner."""
     from parc.compiler.plan.include import read_source, reads_as_plan
     from parc.compiler.plan.open_plan import read_open
 
@@ -57,6 +57,9 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.out is not None and not args.out.parent.is_dir():
         say(f"{args.out} cannot be written: there is no folder {args.out.parent}")
         return 1
+    if (".py" in args.plan.name or ":" in args.plan.name) and not reads_as_plan(args.plan):
+        say(f"parc plan: {args.plan} names a model: `parc init {args.plan} --ranks N --cluster C` writes its plan")
+        return 2
     folder = real_path(args.plan).parent
     source = read_source(args.plan)
     if args.open:
@@ -81,7 +84,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.json:
         print_json(search_json(outcome))
     else:
-        print("\n".join(search_words(outcome)))
+        print("\n".join([*search_words(outcome), *_batch_advice(source, args)]))
     if args.placements:
         print("\n".join(_placement_words(args.placements, outcome, prices)))
     if args.out is not None:
@@ -90,6 +93,25 @@ def plan_command(args: argparse.Namespace) -> int:
         write_whole(args.out, closed_text(opened, outcome.best[0], [*winner_comments(outcome, cluster.name)]))
         say(f"wrote {args.out}; `parc build {args.out}` builds it")
     return 0
+
+
+def _batch_advice(source: Source, args: argparse.Namespace) -> Iterator[str]:
+    """Yield what is usual for the learning rate where `--batch` is another batch than that of the plan's text. A search
+    never changes what is trained.
+
+    Sources: arXiv:1706.02677 (the linear rule), arXiv:2205.10287 (the square-root rule of Adam).
+    """
+    from parc.compiler.plan.open_plan import read_open
+    from parc.compiler.sizes.size_range import BATCH
+
+    sizes = read_open(source, dict(args.defines)).example()[1].sizes
+    if args.batch is None or BATCH not in sizes or args.batch == sizes[BATCH].high:
+        return
+    times = args.batch / sizes[BATCH].high
+    yield (
+        f"the batch is {times:.3g} times that of the plan's text ({sizes[BATCH].high:,}); nothing else is changed. Usual "
+        f"for the learning rate: {times:.3g} times as much with SGD, {times**0.5:.3g} times with Adam"
+    )
 
 
 def _opened(args: argparse.Namespace, source: Source, folder: Path) -> Source:
