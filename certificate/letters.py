@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import permutations
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -202,48 +201,6 @@ def _join(
             before, count = groups.pop(major)
             groups[letter] = ([(key, inner * size) for key, inner in before] + members, size * count)
             changed = True
-
-
-_MOST_ORDERS = 720
-"""The most orders of equal reads that are tried; more of them keep the order in which they came."""
-
-
-def orders_of(
-    reads: Sequence[Read],
-    terms: Terms,
-    groups: Groups,
-    inside: frozenset[Letter],
-) -> Iterable[Sequence[int]]:
-    """Return the orders of the reads of an operator that commutes: by what they read, and all orders of those that
-    this does not tell apart."""
-    nodes = [read.node for read in reads]
-    if len(set(nodes)) == len(nodes):
-        return [sorted(range(len(nodes)), key=nodes.__getitem__)]
-    keys = [
-        (
-            read.node,
-            tuple([
-                (offset, tuple(sorted([(stride, groups[key][1], key in inside) for key, stride in row])))
-                for (offset, _), row in zip(read.maps, rows, strict=True)
-            ]),
-        )
-        for read, rows in zip(reads, terms, strict=True)
-    ]  # fmt: skip
-    order = sorted(range(len(reads)), key=keys.__getitem__)
-    ties: list[list[int]] = []
-    for at in order:
-        if ties and keys[ties[-1][0]] == keys[at]:
-            ties[-1].append(at)
-        else:
-            ties.append([at])
-    orders: list[list[int]] = [[]]
-    for tie in ties:
-        same = all(reads[at].maps == reads[tie[0]].maps for at in tie)
-        choices = [tie] if same else list(map(list, permutations(tie))) if len(tie) < 7 else [tie]
-        if len(orders) * len(choices) > _MOST_ORDERS:
-            choices = choices[:1]
-        orders = [[*before, *choice] for before in orders for choice in choices]
-    return orders
 
 
 def numbered(

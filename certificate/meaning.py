@@ -45,13 +45,13 @@ from .letters import (
     nested,
     numbered,
     ordered,
-    orders_of,
     product_of,
     range_of,
     reduced,
     substitute,
 )
 from .nodes import Node, Seen
+from .orders import order_of
 from .places import Places
 from .text import Refused
 
@@ -131,13 +131,10 @@ class Table(Places):
         inside = frozenset(inner)
         keep = list(keep)
         groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
-        best: tuple[tuple[Read, ...], list[Letter], list[Letter]] | None = None
-        for order in orders_of(reads, terms, groups, inside) if commutes and len(reads) > 1 else (range(len(reads)),):
-            candidate = numbered(reads, terms, order, inside, alone, keep)
-            if best is None or candidate[0] < best[0]:
-                best = candidate
-        assert best is not None
-        encoded, entry, within = best
+        order: Sequence[int] = range(len(reads))
+        if commutes and len(reads) > 1:
+            order = order_of(reads, terms, groups, inside, alone, keep)
+        encoded, entry, within = numbered(reads, terms, order, inside, alone, keep)
         lead = encoded[0].coefficient if op == "sum" else 1
         if lead != 1:
             encoded = tuple(r._replace(coefficient=reduced(Fraction(r.coefficient) / lead)) for r in encoded)

@@ -77,6 +77,7 @@ def test_a_write_of_a_parameter_is_seen_although_it_changes_no_number(write: obj
         write(model.weight)  # type: ignore[operator]
         model(torch.ones(1, 3))
     assert [fault.kind for fault in faults] == ["written"] and "`weight`" in str(faults[0])
+    assert Path(__file__).name in faults[0].source
 
 
 def test_the_ends_of_draws_are_drawn_and_the_draws_are_as_before() -> None:

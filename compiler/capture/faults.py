@@ -13,6 +13,10 @@ from .node_facts import noted
 _PACKAGE = str(Path(__file__).parents[2])
 MASK = "keep the whole dim, and hide the rest with a mask: multiply by it, or choose with `torch.where`"
 """The advice for a size that depends on data."""
+_LOOP = (
+    "rows cut by the counts of experts are a loop: `token, choice = torch.where(index == i)` are those of expert `i`"
+)
+"""The advice beside it for sorted tokens of experts, which parc sends as packed rows where it sees the loop."""
 _ALIGNMENTS = "write the sum over alignments with `torch.logsumexp`, step after step, in tensors of the longest target"
 """The advice for torch's CTC loss."""
 
@@ -49,7 +53,7 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
         return CaptureError("control", message, source, in_loss, help_)
     if "specialized integer from data-dependent" in text:
         message = "a size, a slice or a count in the model depends on the values of tensors"
-        return CaptureError("control", message, source, in_loss, MASK)
+        return CaptureError("control", message, source, in_loss, f"{MASK}; {_LOOP}")
     if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
         return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
     if ".numpy() is not supported" in text:

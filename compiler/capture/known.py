@@ -103,7 +103,10 @@ class KnownValues:
         """
         for name in self.asked.keys() & {*updates}:
             message = f"the model's control flow depends on the buffer `{name}`, which a step writes"
-            help_ = "give it the value that training goes on with, or compute both sides and choose with `torch.where`"
+            help_ = (
+                "give it the value that training goes on with, or leave it a tensor: choose with `torch.where`, and "
+                f"write a queue with `index_copy_` at `({name} + torch.arange(n)) % size`"
+            )
             raise CaptureError("control", message, help=help_)
 
     def _hold(self, tensor: Tensor) -> None:

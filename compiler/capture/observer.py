@@ -61,7 +61,7 @@ SEEN: Mapping[str, Seen] = {
     "written": Seen(
         "the forward writes the parameter {}, which only the optimizer changes in a build",
         "leave the parameter as it is, and compute what the product reads from it: `F.linear(x, w / w.norm(dim=1,"
-        " keepdim=True))`",
+        " keepdim=True))`; if a package writes it, set the model's option that leaves this out",
     ),
     "followed": Seen(
         "the forward writes the frozen parameter {}, which nothing changes in a build",
@@ -137,15 +137,23 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 
 
+_DATA: Any = Tensor.data
+_SET_DATA = _DATA.__set__
+
+
 @final
 class _Functions(TorchFunctionMode):
-    """A mode that notes the hooks on gradients that a forward registers."""
+    """A mode that notes the hooks on gradients that a forward registers, and where it assigns to ``x.data``."""
 
     def __init__(self, faults: list[CaptureError]) -> None:
         super().__init__()
         self._faults = faults
+        self.assigned: dict[int, str] = {}
+        """The place that last gave other memory to a tensor, by its id."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _SET_DATA:
+            self.assigned[id(args[0])] = calling_frame()
         if function in _HOOKS:
             self._faults.append(fault_of("hook", "a tensor of the forward", calling_frame()))
         return function(*args, **(kwargs or {}))
@@ -199,13 +207,13 @@ def observing(model: nn.Module) -> Iterator[list[CaptureError]]:
     with ExitStack() as within:
         for of in (torch, torch.random):
             within.enter_context(mock.patch.object(of, "manual_seed", seeded(torch.random.manual_seed)))
-        within.enter_context(_Functions(faults))
+        functions = within.enter_context(_Functions(faults))
         within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}))
         yield faults
     for name, parameter in model.named_parameters():
         first, memory = before.get(name, (None, 0))
         if parameter is not first or parameter.untyped_storage()._cdata != memory:
-            faults.append(_write_fault(name, parameter))
+            faults.append(_write_fault(name, parameter, functions.assigned.get(id(parameter), "")))
 
 
 @contextmanager

@@ -109,8 +109,8 @@ def _batch_advice(source: Source, args: argparse.Namespace) -> Iterator[str]:
         return
     times = args.batch / sizes[BATCH].high
     yield (
-        f"the batch is {times:.3g} times that of the plan's text ({sizes[BATCH].high:,}); nothing else is changed. Usual "
-        f"for the learning rate: {times:.3g} times as much with SGD, {times**0.5:.3g} times with Adam"
+        f"the batch is {times:.3g} times that of the plan's text ({sizes[BATCH].high:,}); nothing else is changed. "
+        f"Usual for the learning rate: {times:.3g} times as much with SGD, {times**0.5:.3g} times with Adam"
     )
 
 

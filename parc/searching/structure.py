@@ -210,8 +210,7 @@ class Structure:
         key = Action(stage, phases_of(BACKWARD)[0]).program_in(role.programs)
         if key in role.programs:
             parts.deferred = _saved_bytes(role.programs[key], clocks[key].program)
-        whole = replace(sweep, sizes={**sweep.sizes, **dict.fromkeys(sweep.storing & sweep.sizes.keys(), 1.0)})
-        parts.made, parts.weights = _made_bytes(forward), _weight_bytes(replace(forward, mesh=whole))
+        parts.made, parts.weights = _made_bytes(forward), _weight_bytes(forward, sweep)
         parts.send = self._send(forward, role, links)
         return parts
 
@@ -327,10 +326,12 @@ def _saved_bytes(program: Program, swept: Program) -> Any:
     return total
 
 
-def _weight_bytes(program: Program) -> Any:
-    """Return the bytes of the weights that a forward reads."""
-    bound = program.main.bound(*PARAMETERS, "weight").values()
-    return sum((local_bytes(value.type, program) for value in bound), start=0.0)
+def _weight_bytes(program: Program, sweep: SizeSweep) -> Any:
+    """Return the bytes of the weights that a forward computes with, on the meshes of a sweep, gathered if they are stored
+    in parts."""
+    gathered = replace(sweep, sizes={**sweep.sizes, **dict.fromkeys(sweep.storing & sweep.sizes.keys(), 1.0)})
+    weights, whole = program.main.bound(*PARAMETERS, "weight").values(), replace(program, mesh=gathered)
+    return sum((local_bytes(value.type, whole) for value in weights), start=0.0)
 
 
 def _made_bytes(program: Program) -> Any:

@@ -467,3 +467,42 @@ def test_what_is_placed_alike_is_one_term(in_pieces: bool) -> None:
         read, _, sizes = t.table.letters(value)
         places = dict(zip(sizes, grid(list(sizes.values())), strict=True))
         torch.testing.assert_close(numbers.at(read, places).reshape(8, 2), expected)
+
+
+# ---- orders of what commutes
+
+
+def of_edges(table: Table, edges: Sequence[tuple[int, int]]) -> int:
+    """Return the node of a product with a read of one matrix for each edge of a graph, summed over all its points."""
+    matrix = table.leaf("x", (3, 3))
+    reads = [Read(1, matrix, tuple((0, ((point, 1),)) for point in edge)) for edge in edges]
+    return table.make("product", (), reads, dict.fromkeys(range(20), 3), range(20), commutes=True)[0]
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        [(at, (at + 1) % 9) for at in range(9)],
+        [(at, at + 1) for at in range(0, 20, 2)],
+        [(0, 1), (1, 2), (2, 0), (2, 3), (4, 3), (5, 4), (5, 6), (6, 3), (7, 0), (7, 8), (8, 8)],
+    ],
+    ids=["ring", "apart", "any"],
+)
+def test_equal_reads_are_one_node_in_whatever_order_and_by_whatever_letters_they_come(
+    edges: list[tuple[int, int]],
+) -> None:
+    table, draw = Table({}), Random(0)
+    first = of_edges(table, edges)
+    for _ in range(10):
+        letters = draw.sample(range(20), 20)
+        again = [(letters[one], letters[other]) for one, other in draw.sample(edges, len(edges))]
+        assert of_edges(table, again) == first
+
+
+def test_reads_of_other_points_are_another_node() -> None:
+    table = Table({})
+    ring = [(at, (at + 1) % 9) for at in range(9)]
+    assert of_edges(table, ring) != of_edges(table, [*ring[:-1], (0, 8)])
+    assert of_edges(table, ring) != of_edges(
+        table, [(0, 1), (1, 2), (2, 0), *((at, at + 1) for at in range(3, 8)), (8, 3)]
+    )
