@@ -327,8 +327,8 @@ def _saved_bytes(program: Program, swept: Program) -> Any:
 
 
 def _weight_bytes(program: Program, sweep: SizeSweep) -> Any:
-    """Return the bytes of the weights that a forward computes with, on the meshes of a sweep, gathered if they are stored
-    in parts."""
+    """Return the bytes of the weights that a forward computes with on the meshes of a sweep, gathered if they are
+    stored in parts."""
     gathered = replace(sweep, sizes={**sweep.sizes, **dict.fromkeys(sweep.storing & sweep.sizes.keys(), 1.0)})
     weights, whole = program.main.bound(*PARAMETERS, "weight").values(), replace(program, mesh=gathered)
     return sum((local_bytes(value.type, whole) for value in weights), start=0.0)
