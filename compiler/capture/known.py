@@ -256,7 +256,7 @@ _OF_ENTRIES: Any = (
     torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.masked_select, Tensor.masked_select,
     torch.unique, Tensor.unique, torch.bincount, Tensor.bincount, torch.repeat_interleave, Tensor.repeat_interleave,
 )  # fmt: skip
-"""The functions whose results have shapes that follow from numbers."""
+"""The functions whose results have shapes that may follow from numbers."""
 _NUMBERS: Any = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
 
@@ -273,7 +273,7 @@ class AsksValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in _CHOOSES:
             args = (args[0], self._positions(args[1]), *args[2:])
-        elif function in _NUMBERS or function in _OF_ENTRIES or (function is torch.where and len(args) == 1):
+        elif function in _NUMBERS or _follows_from_numbers(function, args, kwargs):
             values = pytree.tree_map_only(Tensor, self._known.value, (args, kwargs))
             if not any(leaf is None for leaf in _replaced((args, kwargs), values)):
                 return self._computed(function, *values)
@@ -304,6 +304,15 @@ class AsksValues(TorchFunctionMode):
         with _really():
             result = function(*args, **kwargs)
         return pytree.tree_map_only(Tensor, _literal, result)
+
+
+def _follows_from_numbers(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the shape of a function's result follows from the numbers of its arguments: it does not where each
+    entry is repeated equally often."""
+    if function is torch.where:
+        return len(args) == 1
+    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    return function in _OF_ENTRIES and not ("repeat" in function.__name__ and isinstance(repeats, int))
 
 
 def with_numbers(

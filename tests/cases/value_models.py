@@ -113,6 +113,7 @@ KINDS: dict[str, tuple[Make, Compute]] = {
     "list of numbers": (_lengths, lambda m, h: h * torch.tensor([*m.lengths, 1]).repeat(4)),
     "places": (_mask, lambda m, h: m.c(h.index_select(1, m.keep.nonzero().squeeze(1)))),
     "positions": (_nothing, lambda m, h: h * torch.arange(0.5, 8.5, 0.5) * torch.arange(1.0, 17.0)),
+    "repeated": (_nothing, lambda m, h: h * torch.arange(8.0).cos().repeat_interleave(2, -1)),
     # draws
     "randint": (_nothing, lambda m, h: h * torch.randint(1, 10, (h.shape[0], 1))),
     "randint_like": (_nothing, lambda m, h: h + torch.randint_like(h, 3)),
