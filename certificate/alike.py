@@ -119,18 +119,22 @@ class Alike:
         if outer is not None:
             outer.take(seen)
         if not seen.deep and len(seen.looked) <= MOST_LOOKED and len(known) < _MOST_TEMPLATES:
-            known.append(_template(table, seen, places, results))
+            new = _template(table, seen, places, results)
+            known += [] if new is None else [new]
         return list(results)
 
 
-def _template(table: Table, seen: Seen, places: dict[int, int], results: Results) -> Template:
-    """Return what was seen and made with nodes, by places of these."""
+def _template(table: Table, seen: Seen, places: dict[int, int], results: Results) -> Template | None:
+    """Return what was seen and made with nodes, by places of these; None where something is made of nodes that no
+    operand reads, as the terms of a sum behind its name."""
     looks, steps = [], []
     for at in seen.looked:
         if (place := places.get(at)) is not None:  # else it is made below
             operands = tuple([places.setdefault(read.node, len(places)) for read in table.nodes[at].reads])
             looks.append((place, table.looks[at], operands))
     for at, shape, reads in seen.made:
+        if not all(read in places for read in reads):
+            return None
         operands = tuple([places[read] for read in reads])
         leaf = at if shape < 0 else None
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))

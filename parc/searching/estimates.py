@@ -263,7 +263,7 @@ class Estimator:
         opened = replace(self.plan, batch=samples * microbatches)
         plan = opened.read(opened.closed(choice, lines=lines, mesh=axes))
         if shrink != 1.0:
-            lines["bucket"] = [f"bucket {int(plan.bucket * shrink)}B"]
+            lines["bucket"] = [f"bucket {max(1, int(plan.bucket * shrink) // 1000)}KB"]
             plan = opened.read(opened.closed(choice, lines=lines, mesh=axes))
         return plan, samples
 
@@ -396,8 +396,8 @@ class Estimator:
         assert isinstance(schedule, PlayedSchedule), schedule
         layer = work[FORWARD].layer + work[BACKWARD].layer
         last = stages - 1
-        extra = [sum(work[kind].at(0, stage == 0, stage == last) for kind in (FORWARD, BACKWARD)) / layer
-                 for stage in range(stages)]  # fmt: skip
+        ends = ((stage == 0, stage == last) for stage in range(stages))
+        extra = [(work[FORWARD].at(0, *end) + work[BACKWARD].at(0, *end)) / layer for end in ends]
         beside = np.array([np.broadcast_to(one, lanes.shape) for one in extra]).T.round(2).tolist()
         cuts = [even_cuts(blocks, tuple(row), schedule.ranks) for row in beside]
         return pipeline(at, [*np.array(cuts, float).T], schedule, microbatches), cuts
