@@ -86,7 +86,8 @@ def plan_command(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*search_words(outcome), *_batch_advice(source, args)]))
     if args.placements:
-        print("\n".join(_placement_words(args.placements, outcome, prices)))
+        lines = "\n".join(_placement_words(args.placements, outcome, prices))
+        print(lines, file=sys.stderr if args.json else sys.stdout)  # what is JSON stays JSON
     if args.out is not None:
         from parc.compiler.build.output_files import write_whole
 
@@ -209,13 +210,13 @@ def _placement_words(axis: str, outcome: SearchResult, prices: ExactPrices) -> I
         yield f"\nthe mesh has no axis `{axis}`: it has {', '.join(plan.mesh.names)}"
         return
     with stages() as progress:
-        found = cheapest_placements(plan, prices.folder, prices.compile(plan), axis, prices.cluster, progress)
-    whose = "found by the program" if found.found else "those of `parc init`: none is cheaper"
+        placed = cheapest_placements(plan, prices.folder, prices.compile(plan), axis, prices.cluster, progress)
+    whose = "found by the program" if placed.found else "those of `parc init`: none is cheaper"
     yield f"\nplacements over {axis}, {whose}:"
-    yield from found.lines or ("none: the axis has one rank",)
-    before, after = (size_text(price.wire_bytes) for price in (found.before, found.after))
+    yield from placed.lines or ("none: the axis has one rank",)
+    before, after = (size_text(price.wire_bytes) for price in (placed.before, placed.after))
     yield f"{after} are sent over {axis} by a rank in a step, {before} with those of `parc init`"
-    yield f"the solver took {found.seconds_of_solver:.1f} s"
+    yield f"the solver took {placed.seconds_of_solver:.1f} s"
 
 
 def search_json(outcome: SearchResult) -> dict[str, Any]:

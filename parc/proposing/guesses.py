@@ -80,13 +80,13 @@ class ReadLayers:
     def guesses(self, numbers: Sequence[int]) -> list[Guess]:
         """Return the tensors that such layers read; ``numbers`` are those in the model's attributes."""
         tokens = [(BATCH, "S")] if self.lookups else []
-        found: dict[Guess, None] = {}
+        guesses: dict[Guess, None] = {}
         for dims in (*(tokens if self.tokens_first else ()), *self._reals(numbers)):
             if dims == (BATCH,):
-                found[Guess("int64", dims)] = None
+                guesses[Guess("int64", dims)] = None
             whole = dims == (BATCH, "S") and self.lookups
-            found[Guess("int64" if whole else self.real, dims)] = None
-        return list(found)[:_MOST]
+            guesses[Guess("int64" if whole else self.real, dims)] = None
+        return list(guesses)[:_MOST]
 
     def _reals(self, numbers: Sequence[int]) -> Iterator[tuple[int | str, ...]]:
         for width in self.recurrent[:1]:

@@ -57,7 +57,7 @@ def sums_twice(actions: Sequence[Action]) -> bool:
 
 
 WorkOfStage = tuple[int, str]
-"""WorkOfStage by its stage and kind."""
+"""Work by its stage and kind."""
 _WORK, _SEND, _RECEIVE = range(3)
 Turn = tuple[int, int, Any]
 """One thing that a rank does: the rank, and ``_WORK`` with the work, or the side of a message with its number."""

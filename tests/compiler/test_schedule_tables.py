@@ -77,8 +77,8 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
     ],
 )  # fmt: skip
 def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why: str) -> None:
-    found = problem("table", 2, 2, text=text)
-    assert found is not None and why in found, found
+    reason = problem("table", 2, 2, text=text)
+    assert reason is not None and why in reason, reason
 
 
 CSV = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
@@ -120,8 +120,8 @@ class _Stage(SimpleNamespace):
 )  # fmt: skip
 def test_csv_that_torch_writes_is_read_as_its_work(theirs: Any, ranks: int, microbatches: int, tmp_path: Path) -> None:
     in_a_v = theirs in (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
-    own = (0, 2 * ranks - 1) if in_a_v else (0, ranks)
-    schedule = theirs([_Stage(stage, 2 * ranks, ranks) for stage in own], microbatches, loss_fn=max)
+    stages_of_rank = (0, 2 * ranks - 1) if in_a_v else (0, ranks)
+    schedule = theirs([_Stage(stage, 2 * ranks, ranks) for stage in stages_of_rank], microbatches, loss_fn=max)
     schedule._dump_csv(str(tmp_path / "order.csv"), format="compute_only")
     listed = [
         [str(piece) for action in row if action for piece in action.sub_actions or (action,)]
