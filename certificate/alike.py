@@ -138,9 +138,12 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
         operands = tuple([places[read] for read in reads])
         leaf = at if shape < 0 else None
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))
+    count, values = len(places), _with_places(results, places)
+    if len(places) > count or not {at for at, _ in seen.agreed} <= places.keys():
+        return None
     facts = [(places[at], fact) for at, fact in seen.agreed]
     parts = [(places[part], places[whole], maps) for part, whole, maps in seen.parts]
-    return Template(looks, steps, facts, parts, _with_places(results, places))
+    return Template(looks, steps, facts, parts, values)
 
 
 def frozen(item: Any) -> Hashable:
