@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-clock bench-placements bench-search bench-gpu build-time predict figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed cases hosts soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-clock bench-placements bench-search bench-chosen bench-gpu build-time predict figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed cases hosts soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -39,6 +39,7 @@ help:
 	@echo "make predict        published training runs priced by the clock, beside their times: RUNS=table.csv"
 	@echo "make bench-placements   what an integer program splits over tp, beside the lines of parc init: bytes, time, seconds of the search"
 	@echo "make bench-search   open plans of Llama 3: layouts, seconds, and the best as estimated and as compiled, beside the published one"
+	@echo "make bench-chosen   the plan that the search chooses for two ranks here, run beside the next best and random plans"
 	@echo "make bench-gpu      a Llama of 1.1 B parameters on a GPU: time and memory beside the plain module, eager and compiled"
 	@echo "make build-time     the smallest and the largest example, in turn with a checkout BASE=…; Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make figures        what introductions to parallel training promise, beside what builds of the examples have: docs/figures.md"
@@ -146,6 +147,9 @@ bench-placements: $(READY)
 
 bench-search: $(READY)
 	$(PY) -m benchmarks.search
+
+bench-chosen: $(READY)
+	$(PY) -m benchmarks.chosen
 
 bench-gpu: $(READY)
 	$(PY) -m benchmarks.gpu

@@ -27,7 +27,7 @@ from benchmarks.sides import BUILDS, built
 from benchmarks.turns import ROOT
 
 STEPS = 12
-_HEAD = """\
+HEAD = """\
 model {model}
 input {tokens} int64 [B, S]
 input targets int64 [B, S]
@@ -37,7 +37,7 @@ data synthetic
 optimizer adamw lr 1e-3
 seed 1
 """
-_MODELS = {
+MODELS = {
     "gpt": (
         '"{root}/examples/gpt.py:GPT" (layers=4, width=256, heads=4, vocab=2048, length=128)',
         16, 128, "tokens", "output",
@@ -52,13 +52,20 @@ _MODELS = {
     ),
 }  # fmt: skip
 """The models: their lines, the samples of a step, the tokens of a sample, and the names of the input and the logits."""
-_GPT_TP = """\
+GPT_TP = """\
 column blocks.*.attn.qkv over tp rows (3 h/tp d)
 row blocks.*.attn.out over tp
 column blocks.*.mlp.up over tp
 row blocks.*.mlp.down over tp
 vocab embed, head over tp
 """
+
+
+def plan_text(name: str, lines: str) -> str:
+    """Return the text of a plan of one of the models; ``{tokens}`` in its lines is the model's input."""
+    model, batch, length, tokens, output = MODELS[name]
+    values = {"model": model.replace("{root}", str(ROOT)), "tokens": tokens, "output": output}
+    return HEAD.format(batch=batch, length=length, **values) + lines.replace("{tokens}", tokens)
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,7 @@ class Config:
     @property
     def text(self) -> str:
         """The plan's text."""
-        model, batch, length, tokens, output = _MODELS[self.model]
-        values = {"model": model.replace("{root}", str(ROOT)), "tokens": tokens, "output": output}
-        head = _HEAD.format(batch=batch, length=length, **values)
-        return head + self.lines.replace("{tokens}", tokens)
+        return plan_text(self.model, self.lines)
 
 
 _TWO = "mesh dp=2\nshard {tokens}, targets [B/dp, _]\n"
@@ -89,7 +93,7 @@ CONFIGS = (
     Config("gpt", "dp 2", _TWO),
     Config("gpt", "dp 2, zero 1", _TWO + "zero 1 over dp\n"),
     Config("gpt", "dp 2, zero 3", _TWO + "zero 3 over dp\n"),
-    Config("gpt", "tp 2", "mesh tp=2\n" + _GPT_TP),
+    Config("gpt", "tp 2", "mesh tp=2\n" + GPT_TP),
     Config("gpt", "pp 2, gpipe", _STAGES.replace("SCHEDULE", "gpipe")),
     Config("gpt", "pp 2, 1f1b", _STAGES.replace("SCHEDULE", "1f1b")),
     Config("llama", "1 rank", "mesh dp=1\n"),
@@ -123,13 +127,21 @@ def parc(*words: object) -> str:
     return ended.stdout
 
 
-def measured(build: Path) -> float:
-    """Return the fastest step of a run, without the first two."""
+def measured(build: Path) -> list[float]:
+    """Return the seconds of a run's steps, without the first two."""
     metrics = build.with_suffix(".jsonl")
     metrics.unlink(missing_ok=True)
     parc("run", build, "--steps", STEPS, "--metrics", metrics, "--no-first-check")
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return min(row["step_s"] for row in rows[2:] if "step_s" in row)
+    return [row["step_s"] for row in rows[2:] if "step_s" in row]
+
+
+def measured_cluster() -> Path:
+    """Measure this machine, and return its file."""
+    BUILDS.mkdir(parents=True, exist_ok=True)
+    cluster = BUILDS / "here.toml"
+    parc("cluster", "measure", "-o", cluster)
+    return cluster
 
 
 def print_price() -> None:
@@ -164,16 +176,13 @@ def main() -> None:
     chosen = [config for config in CONFIGS if args.only in f"{config.model} {config.name}"]
     if not chosen:
         parser.error(f"no configuration has {args.only!r} in its name, as {CONFIGS[0].model} {CONFIGS[0].name}")
-    cluster = args.cluster or BUILDS / "here.toml"
-    if args.cluster is None:
-        BUILDS.mkdir(parents=True, exist_ok=True)
-        parc("cluster", "measure", "-o", cluster)
+    cluster = args.cluster or measured_cluster()
     builds = {config: built(BUILDS / f"clock{CONFIGS.index(config)}", config.text) for config in chosen}
     fastest = dict.fromkeys(chosen, math.inf)
     for number in range(args.rounds):
         print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
         for config, build in builds.items():
-            fastest[config] = min(fastest[config], measured(build))
+            fastest[config] = min(fastest[config], *measured(build))
     rows: list[tuple[Config, float, float, dict[str, Any]]] = []
     for config, build in builds.items():
         form = json.loads(parc("show", build, "--time", "--cluster", cluster.resolve(), "--json"))

@@ -335,6 +335,9 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("seed @", "`@` is not used", "see the directive's usage in docs/language.md"),
     Mistake("seed -", "`-` stands alone", "a negative number has no space in it: `-100`"),
     Mistake("let x=1 |", "nothing follows the `|`", "write the next value, or drop it: `let tp = 1 | 2 | 4`"),
+    Mistake(
+        "let x=? | 1", "`?` is no value of several", "write values, `1 | 2 | 4`, or `?` alone: what the ranks leave"
+    ),
     Mistake("let x=1 | ?", "`?` stands alone", "write values, `1 | 2 | 4`, or `?` alone: what the ranks leave"),
     Mistake("seed |", "`|` is not used here", "a choice of values stands in a `let`: `let tp = 1 | 2 | 4`"),
     Mistake(

@@ -148,8 +148,15 @@ def test_the_command_prints_the_best_and_writes_the_winner(tmp_path: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert found["priced"] == 4 and found["best"][0]["step_s"] <= found["best"][-1]["step_s"]
     winner = read_plan(best)
-    assert winner.mesh.world == 4 and best.read_text().startswith("# chosen by `parc plan` of 4 plans:")
+    assert (
+        winner.mesh.world == 4
+        and winner.cluster is not None
+        and best.read_text().startswith("# chosen by `parc plan` of 4 plans:")
+    )
     assert main([*words, "-o", str(best)]) == 1 and "is there, and stays" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert main([*words, "-o", str(tmp_path / "other" / "best.parc")]) == 1
+    assert f"write `-o {tmp_path / 'best.parc'}`" in capsys.readouterr().err  # the model's file is not there
     assert main(words[:2]) == 1 and "--cluster" in capsys.readouterr().err
     assert main([*words, "--batch", "32", "--top", "1"]) == 0
     assert "4 times that of the plan's text (8)" in capsys.readouterr().out

@@ -8,12 +8,21 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from ...grammar.bounded import read_bounded, real_path
-from ...grammar.codes import INCLUDE_CYCLE, NO_FILE, NO_PLAN, OPEN_MISPLACED, TOO_LONG, UNREADABLE, WRONG_KIND
+from ...grammar.codes import (
+    INCLUDE_CYCLE,
+    NO_FILE,
+    NO_PLAN,
+    OPEN_MISPLACED,
+    TOO_LONG,
+    UNDEFINED_NAME,
+    UNREADABLE,
+    WRONG_KIND,
+)
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.nearest import listed, nearest, path_meant
 from ...grammar.parse import parse
 from ...grammar.source import Source, Span
-from ...grammar.substitute import OpenLet, substitute
+from ...grammar.substitute import LET, OpenLet, substitute
 from ...grammar.syntax import Setting, Statement
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
@@ -78,6 +87,12 @@ def reads_as_plan(path: Path) -> bool:
     return text is not None and _is_statements(*parse(Source(path.name, text, path=path)))
 
 
+def _begins_with_let(malformed: Diagnostic) -> bool:
+    """True where a malformed line is a `let`."""
+    span = malformed.primary.span if malformed.primary is not None else None
+    return span is not None and span.source.line_text(span.line).split(maxsplit=1)[:1] == [LET]
+
+
 def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnostic]) -> bool:
     """Return whether at least half of a file's lines, comments aside, are statements of a plan."""
     known = sum(statement.verb.text in verbs() for statement in statements)
@@ -116,7 +131,11 @@ class Expanded:
             return
         self.sources.append(source)
         closed = substitute(statements, defines, arguments, open_arguments)
-        self.diagnostics += [*malformed, *closed.diagnostics]
+        unread_lets = any(
+            _begins_with_let(one) for one in malformed
+        )  # their names are no mistakes of those who use them
+        self.diagnostics += malformed
+        self.diagnostics += (one for one in closed.diagnostics if not (unread_lets and one.code == UNDEFINED_NAME))
         self.uses += closed.uses
         self.open += closed.open if source.included is None else ()
         for let in closed.open if source.included is not None else ():

@@ -220,13 +220,13 @@ def _read_input(text: str) -> tuple[str, Guess]:
 
 def _fastest(args: argparse.Namespace, proposal: Proposal) -> str:
     """Search the fastest layout of a proposed plan, print the best, and return the text of the winner."""
-    from parc.cli.plan import search_bar, search_words, winner_comments
+    from parc.cli.plan import search_bar, search_words, winner_text
     from parc.compiler.clock.cluster import find_cluster
     from parc.compiler.plan.open_plan import read_open
     from parc.grammar.source import Source
     from parc.searching.drafts import with_open_sizes
     from parc.searching.pricing import ExactPrices
-    from parc.searching.search import closed_text, search
+    from parc.searching.search import search
 
     cluster, folder = find_cluster(args.cluster), real_path(args.out).parent
     draft = Source(args.out.name, proposal.text, path=args.out)
@@ -234,7 +234,7 @@ def _fastest(args: argparse.Namespace, proposal: Proposal) -> str:
     with search_bar() as report:
         outcome = search(opened, ExactPrices(folder, cluster), args.ranks, report=report)
     print("\n".join(search_words(outcome)))
-    return closed_text(opened, outcome.best[0], [*winner_comments(outcome, cluster.name)])
+    return winner_text(outcome, cluster.name)
 
 
 def _report(proposal: Proposal, out: Path, ranks: int) -> Iterator[str]:

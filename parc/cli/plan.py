@@ -16,8 +16,12 @@ from parc.grammar.source import Source
 from parc.grammar.syntax import size_text
 
 if TYPE_CHECKING:
-    from parc.searching.pricing import ExactPrices
+    from parc.searching.pricing import ExactPrices, PricedPlan
     from parc.searching.search import Report, SearchResult
+
+
+_TIE = 0.0005
+"""The share of a step by which two plans must differ so that one is called faster."""
 
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +61,10 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.out is not None and not args.out.parent.is_dir():
         say(f"{args.out} cannot be written: there is no folder {args.out.parent}")
         return 1
+    if args.out is not None and real_path(args.out).parent != real_path(args.plan).parent:
+        say(f"{args.out} is in another folder than {args.plan}, from which the files that it names are counted; "
+            f"write `-o {args.plan.parent / args.out.name}`")  # fmt: skip
+        return 1
     if (".py" in args.plan.name or ":" in args.plan.name) and not reads_as_plan(args.plan):
         say(f"parc plan: {args.plan} names a model: `parc init {args.plan} --ranks N --cluster C` writes its plan")
         return 2
@@ -68,7 +76,7 @@ def plan_command(args: argparse.Namespace) -> int:
     with stages() as progress:
         progress("loading torch")
         from parc.searching.pricing import ExactPrices
-        from parc.searching.search import closed_text, search
+        from parc.searching.search import search
         from parc.step_time import NO_CLUSTER, cluster_of
 
     from parc.compiler.clock.cluster import ClusterError
@@ -91,7 +99,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.out is not None:
         from parc.compiler.build.output_files import write_whole
 
-        write_whole(args.out, closed_text(opened, outcome.best[0], [*winner_comments(outcome, cluster.name)]))
+        write_whole(args.out, winner_text(outcome, cluster.name))
         say(f"wrote {args.out}; `parc build {args.out}` builds it")
     return 0
 
@@ -169,7 +177,6 @@ def search_words(outcome: SearchResult) -> Iterator[str]:
         yield "nothing is open in this plan: it is priced as it stands"
     elif len(outcome.best) > 1:
         first, second = outcome.best[:2]
-        ahead = second.figures.seconds / first.figures.seconds - 1
         less = [
             f"{seconds_text(-seconds)} less {part}"
             for part, seconds in why(first.figures, second.figures)
@@ -180,7 +187,7 @@ def search_words(outcome: SearchResult) -> Iterator[str]:
             for part, seconds in why(first.figures, second.figures)
             if seconds > 0
         ]
-        yield f"no. 1 is {ahead:.1%} faster than no. 2: {', '.join([*less, *more]) or 'their parts are equal'}"
+        yield f"no. 1 is {_faster(first, second)} no. 2: {', '.join([*less, *more]) or 'their parts are equal'}"
         if (order := [*first.order]) != [*first.plan.mesh.names]:
             yield f"the order of its mesh is changed: {', '.join(order)}, outermost first"
     counts = [f"plans priced: {outcome.priced:,}"]
@@ -240,15 +247,22 @@ def search_json(outcome: SearchResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def winner_comments(outcome: SearchResult, cluster: str) -> Iterator[str]:
-    """Yield the comments above a winner: by what it was chosen, and how far it is ahead."""
-    from parc.searching.search import choice_text
+def _faster(one: PricedPlan, other: PricedPlan) -> str:
+    """Return in words how much faster a plan is than another one: ``3.1% faster than``."""
+    ahead = other.figures.seconds / one.figures.seconds - 1
+    return f"{ahead:.1%} faster than" if ahead >= _TIE else "as fast as"
+
+
+def winner_text(outcome: SearchResult, cluster: str) -> str:
+    """Return the plan of the winner, with comments that say by what it was chosen and how far it is ahead. It gets the
+    line of the cluster that it was chosen for, if it has none and parc knows the cluster."""
+    from parc.compiler.clock.cluster import shipped
+    from parc.searching.search import choice_text, closed_text
     from parc.step_time import seconds_text
 
-    best = outcome.best[0]
+    best, others = outcome.best[0], outcome.best[1:2]
     words = f"{seconds_text(best.figures.seconds)} a step on {cluster}, MFU {best.figures.mfu:.1%}"
-    yield f"chosen by `parc plan` of {outcome.priced:,} plans: {words}"
-    if len(outcome.best) > 1:
-        other = outcome.best[1]
-        ahead = other.figures.seconds / best.figures.seconds - 1
-        yield f"{ahead:.1%} faster than {choice_text(other.choice)}"
+    comments = [f"chosen by `parc plan` of {outcome.priced:,} plans: {words}"]
+    comments += [f"{_faster(best, other)} {choice_text(other.choice)}" for other in others]
+    text = closed_text(outcome.plan, best, comments)
+    return text if best.plan.cluster is not None or cluster not in shipped() else f'{text}cluster   "{cluster}"\n'
