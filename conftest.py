@@ -23,6 +23,7 @@ collect_ignore = [
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # with `_without_probes`
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or to ask for GPUs keeps forked processes from using one
+os.environ["PARC_CACHE"] = ""  # tests compile: what the user has is neither read nor written
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
 gc.set_threshold(5_000_000, 10, 10)  # half a gigabyte: a tenth of the time went into looking at torch's own objects

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
-import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -20,8 +17,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
-from hashlib import sha256
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,29 +349,11 @@ def _cuts(each: int, chunks: int, missing: int) -> tuple[int, str]:
 
 def _build(plan: Plan, text: str) -> Build:
     """Return the build of a plan, from the cache if the compiler is the same."""
-    from parc.compiler.build.build import Build
-    from parc.compiling.compiled import files_of, manifest_of
+    from parc.compiling.build_cache import BuildCache
     from parc.compiling.driver import compile_plan
 
-    file = CACHE / f"{sha256(f'{text}{compiler_hash()}'.encode()).hexdigest()[:24]}.gz"
-    if not file.exists():
-        compiled = compile_plan(plan, ROOT)
-        files, manifest = files_of(compiled), manifest_of(compiled)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        whole = file.with_suffix(f".{os.getpid()}")
-        whole.write_bytes(gzip.compress(json.dumps([files, manifest]).encode(), 1))
-        whole.rename(file)
-    files, manifest = json.loads(gzip.decompress(file.read_bytes()))
-    return Build.of(ROOT, files, manifest, {})
-
-
-@cache
-def compiler_hash() -> str:
-    """Return a hash of the code that makes programs, which the clock is no part of."""
-    folders = ("compiler", "passes", "grammar", "parc/compiling")
-    files = [file for folder in folders for file in sorted((ROOT.parent / folder).rglob("*.py"))]
-    files = [ROOT / "predict_models.py", *(file for file in files if file.parent.name not in ("clock", "directives"))]
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    models = (ROOT / "predict_models.py").read_text(encoding="utf-8")
+    return BuildCache(CACHE).build((text, models), ROOT, lambda: compile_plan(plan, ROOT))
 
 
 def price_case(case: Case) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from parc.cli import main
 from parc.compiler.clock.cluster import find_cluster
 from parc.compiler.plan.open_plan import OpenPlan, read_open
 from parc.compiler.plan.plan import read_plan
+from parc.compiling.build_cache import BuildCache
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
+from parc.searching.drafts import with_open_sizes
 from parc.searching.estimates import Estimator, SizedChoice, StructureKey
 from parc.searching.pricing import ExactPrices, PricedPlan, effect_of
 from parc.searching.search import search
@@ -88,6 +90,15 @@ def test_the_closed_plan_is_the_text_with_values_in_place_of_choices() -> None:
     assert read_plan(closed).mesh.axes == (("tp", 2), ("dp", 2))
 
 
+def test_the_names_that_size_the_mesh_are_opened_in_their_let_alone() -> None:
+    comment = "# smaller: -D dp=4\n"
+    closed = opened(SHALLOW + "schedule microbatches 1\n").closed({"dp": "2", "tp": "2", "zero": "1"}).text
+    closed = comment + closed.replace("zero=1", "zero=1, m=2").replace("microbatches 1", "microbatches $m")
+    text = with_open_sizes(Source("a.parc", closed, path=EXAMPLES / "a.parc"), EXAMPLES, 16, 8).text
+    assert comment in text
+    assert "let dp=?, tp=1 | 2 | 4 | 8, zero=0 | 1 | 2 | 3, m=1 | 2 | 4 | 8 | 16 | 32, again=none | blocks.*" in text
+
+
 def test_lines_that_do_nothing_make_no_other_plan() -> None:
     plan = opened(DEEP)
     alone = {"dp": "1", "pp": "1", "tp": "2", "again": "none"}
@@ -130,6 +141,30 @@ def test_an_estimate_of_a_structure_is_the_price_of_the_compiled_plan(
     assert estimate.figures.seconds == pytest.approx(exact.figures.seconds, rel=0.02)
     memory, exactly = (figures.memory - figures.framework for figures in (estimate.figures, exact.figures))
     assert memory == pytest.approx(exactly, rel=0.03)
+
+
+def test_structures_are_compiled_once_for_all_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(text: str, cluster: str) -> tuple[float, int]:
+        plan = opened(text, pp="1", tp="1", m="1", schedule="1f1b", chunks="1", zero="1", again="none")
+        example = plan.example()[1]
+        layers = counted_layers(example, EXAMPLES)
+        assert layers is not None
+        estimator = Estimator(plan, example, layers, find_cluster(cluster), cache=BuildCache(tmp_path))
+        (choice,) = plan.choices(8)
+        sizes = estimator.sizes_of(choice)
+        (estimate,), _ = estimator.estimates(estimator.key_of(choice, sizes), [(choice, sizes)])
+        return estimate.figures.seconds, estimate.figures.memory
+
+    seconds, memory = figures(DEEP, "h100-sxm")
+    builds = {file.name for file in tmp_path.iterdir()}
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-40])  # a disk was full
+    assert figures(DEEP, "h100-sxm") == (seconds, memory)
+    with monkeypatch.context() as without_compiler:
+        without_compiler.setattr("parc.searching.estimates.compile_with", None)
+        assert figures(DEEP, "h100-sxm") == (seconds, memory) and figures(DEEP, "a100-80")[0] > seconds
+    wider = figures(DEEP.replace("ffn=1024", "ffn=2048"), "h100-sxm")
+    assert wider[0] > seconds and wider[1] > memory and {file.name for file in tmp_path.iterdir()} > builds
 
 
 def test_a_search_ends_in_plans_that_are_priced_from_their_own_programs() -> None:

@@ -195,8 +195,7 @@ class TensorType:
     def local(self, mesh: Mesh) -> Shape:
         """Shape of one rank's piece; of a sweep each dim has the sizes of all its meshes."""
         if isinstance(mesh, SizeSweep):
-            axes = ([axis for _, axis in self.placement.splits(dim)] for dim in range(len(self.shape)))
-            return mesh.local(self.shape, [*axes])
+            return mesh.local(self)
         return _local_shape(self.shape, self.placement, mesh)
 
     def local_bytes(self, mesh: Mesh) -> int:

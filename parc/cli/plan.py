@@ -36,7 +36,9 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", dest="out", metavar="PLAN", type=Path, help="write the winner, without open names")
     parser.add_argument("--force", action="store_true", help="with -o: write over a plan that is there")
     parser.add_argument(
-        "--open", action="store_true", help="open the sizes of the mesh, `zero` and `recompute` of a closed plan"
+        "--open",
+        action="store_true",
+        help="open the sizes of the mesh, `zero`, microbatches and `recompute` of a closed plan",
     )
     parser.add_argument("--top", metavar="K", type=positive, default=5, help="the plans to print; default: 5")
     parser.add_argument("--keep-order", action="store_true", help="the axes of the mesh stay in their order")

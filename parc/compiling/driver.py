@@ -267,6 +267,11 @@ class Captures:
         return recorded, captured
 
 
+def at_largest(plan: Plan) -> Plan:
+    """Return a plan at its largest sizes and without its evaluation."""
+    return replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
+
+
 @_uncollected()
 def compile_with(captures: Captures, plan: Plan) -> Compiled:
     """Compile a plan for a model that may be captured already, at its largest sizes and without its evaluation.
@@ -274,7 +279,7 @@ def compile_with(captures: Captures, plan: Plan) -> Compiled:
     Raises:
         PlanError: the plan is at fault.
     """
-    at = replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
+    at = at_largest(plan)
     recorded, captured = captures.at(at)
     folder, overrides = captures.folder, captures.overrides
     measure = measure_of(at, task_lines(at), folder, recorded, captured, overrides=overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from parc.compiler.plan.plan import MESH, Plan, read_plan
@@ -14,26 +14,29 @@ from parc.compiling.plan_capture import make_model
 from parc.grammar.parse import parse
 from parc.grammar.source import Source
 from parc.grammar.substitute import LET
-from parc.grammar.syntax import Setting, Var
+from parc.grammar.syntax import Number, Setting, Statement, Var
 
 _BATCH_AXIS = "dp"
 _LET = re.compile(rf"^({LET}\b[^#\n]*[^#\s])(.*)$", re.MULTILINE)
 
+_CHOICES = {
+    re.compile(r"^zero\s+\$(\w+)", re.MULTILINE): "0 | 1 | 2 | 3",
+    re.compile(r"^schedule\b[^#\n]*\bmicrobatches\s+\$(\w+)", re.MULTILINE): "1 | 2 | 4 | 8 | 16 | 32",
+}
+"""The places of other names that are opened, and their values."""
+
 
 def with_open_sizes(source: Source, folder: Path, ranks: int, node: int) -> Source:
     """Return a plan in which the names that size the mesh are open: the axis of data parallelism is what the ranks
-    leave, others go up to a node. Where it has no lines of theirs, levels of ZeRO are open too, and whether its blocks
-    are recomputed.
+    leave, others go up to a node. Names of the level of ZeRO and of microbatches are open too; where it has no line of
+    theirs, levels of ZeRO, and whether its blocks are recomputed.
 
     Raises:
         PlanError: it is no plan, or has open names already.
     """
     plan = read_plan(source)
     statements, _ = parse(source)
-    axes = (axis for line in statements if line.verb.text == MESH for phrase in line.phrases for axis in phrase.items)
-    named = {
-        axis.value.name: axis.name.text for axis in axes if isinstance(axis, Setting) and isinstance(axis.value, Var)
-    }
+    named = {axis.value.name: axis.name.text for axis in _settings(statements, MESH) if isinstance(axis.value, Var)}
     sizes = " | ".join(str(2**power) for power in range(20) if 2**power <= min(ranks, node))
     added, lines = "", list[str]()
     if not plan.zero and _BATCH_AXIS in named.values():
@@ -43,11 +46,21 @@ def with_open_sizes(source: Source, folder: Path, ranks: int, node: int) -> Sour
     if not plan.recompute and blocks:
         added += f", again=none | {blocks.most_common(1)[0][0]}"
         lines.append("recompute $again")
+    opened = {name: "?" if axis == _BATCH_AXIS else sizes for name, axis in named.items()}
+    opened |= {match[1]: values for pattern, values in _CHOICES.items() for match in pattern.finditer(source.text)}
     text = source.text
-    for name, axis in named.items():
-        text = re.sub(rf"\b{name}=\d+", f"{name}={'?' if axis == _BATCH_AXIS else sizes}", text, count=1)
+    for let in sorted(_settings(statements, LET), key=lambda let: -let.span.start):
+        span = let.value.span
+        if let.name.text in opened and isinstance(let.value, Number):
+            text = text[: span.start] + opened[let.name.text] + text[span.end :]
     text = _LET.sub(lambda match: f"{match[1]}{added}{match[2]}", text, count=1)
     return Source(source.name, "\n".join([text.rstrip("\n"), *lines, ""]), path=source.path)
+
+
+def _settings(statements: Iterable[Statement], verb: str) -> Iterator[Setting]:
+    """Yield the pairs ``name=value`` of lines with a verb."""
+    items = (item for line in statements if line.verb.text == verb for phrase in line.phrases for item in phrase.items)
+    yield from (item for item in items if isinstance(item, Setting))
 
 
 def _modules(plan: Plan, folder: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.clock.cluster import Cluster
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.sweeps import SweptLinks, sweep_over
@@ -28,7 +29,8 @@ from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import BACKWARD, FORWARD
 from parc.compiler.schedules import V_SHAPES
 from parc.compiler.sizes.size_range import BATCH
-from parc.compiling.driver import Captures, compile_with
+from parc.compiling.build_cache import BuildCache
+from parc.compiling.driver import Captures, at_largest, compile_with, task_lines
 from parc.grammar.bounded import real_path
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
@@ -42,6 +44,7 @@ from parc.searching.structure import (
     STAGES,
     LayoutTime,
     PerLayer,
+    ShortBuild,
     Structure,
     SweptStep,
     one_stage,
@@ -114,6 +117,7 @@ class Estimator:
     layers: Layers
     cluster: Cluster
     keep_order: bool = False
+    cache: BuildCache = field(default_factory=BuildCache.of_user)
     _captures: dict[int, Captures] = field(default_factory=dict)
     _splitting: tuple[str, ...] | None = None
     """The axes over which weights are split as they are computed with, once a structure has shown them."""
@@ -213,16 +217,16 @@ class Estimator:
         counts = (first + sum(MIDDLE) + 2,) if staged else tuple(first + count for count in SHORT)
         for prime in _PRIMES:
             plan, samples = self._plan(key, prime, shrink)
-            compiled = [compile_with(self._captured(count), plan) for count in counts]
-            dims = {dim for one in compiled for type_ in one.build.types.values() for dim in type_.shape}
+            shorts = [self._short(self._captured(count), plan) for count in counts]
+            dims = {dim for one in shorts for type_ in one.build.types.values() for dim in type_.shape}
             if all(dim % samples for dim in dims if dim):
                 break
         if self._splitting is None:
             storing = {self.pipe, *(line.axis.text for line in self.example.zero)}
-            placed = [type_.placement.items() for type_ in compiled[0].build.types.values()]
+            placed = [type_.placement.items() for type_ in shorts[0].build.types.values()]
             axes = {axis for items in placed for axis, kind in items if isinstance(kind, Split)}
             self._splitting = tuple(axes - storing)
-        return Structure(compiled, samples)
+        return Structure(shorts, samples)
 
     def _shrink(self, key: StructureKey, choices: Sequence[SizedChoice]) -> float:
         """Return by how much the weights of most of these choices are smaller than those of their structure."""
@@ -266,6 +270,23 @@ class Estimator:
             lines["bucket"] = [f"bucket {max(1, int(plan.bucket * shrink) // 1000)}KB"]
             plan = opened.read(opened.closed(choice, lines=lines, mesh=axes))
         return plan, samples
+
+    def _short(self, captures: Captures, plan: Plan) -> ShortBuild:
+        """Return the build of a plan for a captured model, from the cache if it has it."""
+        plan = at_largest(plan)
+        recorded, captured = captures.at(plan)
+        model = (
+            f"{name} {parameter.shape} {parameter.dtype}" for name, parameter in recorded.module.named_parameters()
+        )
+        parts = (plan.text(), self._code, str(captured.graph), *model)
+        build = self.cache.build(parts, captures.folder, lambda: compile_with(captures, plan))
+        return ShortBuild(plan, build)
+
+    @cached_property
+    def _code(self) -> str:
+        """The hashes of the code that the plan's callables reach."""
+        folder = self._captured(self.layers.unlike + SHORT[0]).folder
+        return str(target_hashes(task_lines(self.example).sources, folder))
 
     def _captured(self, layers: int) -> Captures:
         if layers not in self._captures:
@@ -345,7 +366,7 @@ class Estimator:
         axes = {axis: np.array([float(dict(place.axes)[axis]) for place in places]) for axis in key.several}
         samples = np.array([self.batch / place.microbatches for place in places])
         storing = {line.axis.text for line in self.example.zero}
-        mesh = structure.compiled[0].mesh
+        mesh = structure.mesh
         sweep = sweep_over(mesh, axes, structure.samples, samples, structure.padded, storing)
         return structure.swept(sweep, SweptLinks.of([place.links for place in places]))
 
@@ -369,7 +390,7 @@ class Estimator:
 
     def _mesh(self, structure: Structure, axes: AxisSizes) -> Mesh:
         """Return the mesh of sizes, with axes factored as those of the structure."""
-        shape = structure.compiled[0].mesh
+        shape = structure.mesh
         mesh = Mesh(axes)
         factors = {axis: [shape.size(part) for part in shape.parts(axis)] for axis, _ in shape.factored}
         return mesh.factor(factors) if factors else mesh

@@ -17,9 +17,12 @@ import numpy as np
 
 from parc.compiler.analysis.communication import placed_messages
 from parc.compiler.analysis.liveness import Liveness, local_bytes
+from parc.compiler.build.build import Build
 from parc.compiler.clock.programs import InFlight
 from parc.compiler.clock.sweeps import SweptLinks, SweptProgram
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.sweep import SizeSweep, greatest
+from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import (
     ACTIONS,
     BACKWARD,
@@ -31,7 +34,6 @@ from parc.compiler.program.actions import (
 from parc.compiler.program.binding import PARAMETERS, Binding
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role
-from parc.compiling.compiled import Compiled
 from parc.report import action_peaks_of, states_of
 from parc.searching.played import PlayedSchedule, RankMoments, moments_of, sums_twice
 from parc.step_time import update_seconds
@@ -102,39 +104,51 @@ class SweptStep:
     """For each axis, the places in which the batch does not."""
 
 
+class ShortBuild(NamedTuple):
+    """A plan compiled for a short model, and the build of it."""
+
+    plan: Plan
+    build: Build
+
+
 @dataclass
 class Structure:
     """A plan compiled for a short model, or for two where there is no pipeline. ``samples`` is the batch of a
     microbatch in its programs."""
 
-    compiled: Sequence[Compiled]
+    shorts: Sequence[ShortBuild]
     samples: int
 
     @property
     def staged(self) -> bool:
         """True where the structure has a pipeline."""
-        return len(self.compiled) == 1
+        return len(self.shorts) == 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of its programs, with axes factored."""
+        return self.shorts[0].build.mesh
 
     @property
     def padded(self) -> bool:
         """True where parameters are padded to multiples of the ranks."""
-        return any(compiled.pads for compiled in self.compiled)
+        return any(short.build.manifest["padding"] for short in self.shorts)
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """The groups of axes that messages travel over."""
         return sorted({
-            compiled.mesh.spread(placed.message.axes)
-            for compiled, role in self._roles() for _, placed in placed_messages(role)
+            short.build.mesh.spread(placed.message.axes)
+            for short, role in self._roles() for _, placed in placed_messages(role)
         })  # fmt: skip
 
-    def _roles(self) -> list[tuple[Compiled, Role]]:
-        """Return the roles in the order of their stages, each with the compilation that it is from."""
-        return [(compiled, role) for compiled in self.compiled for role in compiled.build.roles.values()]
+    def _roles(self) -> list[tuple[ShortBuild, Role]]:
+        """Return the roles in the order of their stages, each with the plan and the build that it is from."""
+        return [(short, role) for short in self.shorts for role in short.build.roles.values()]
 
     def swept(self, sweep: SizeSweep, links: SweptLinks) -> SweptStep:
         """Return the quantities of a step on the meshes of a sweep."""
-        parts = [self._part(compiled, role, sweep, links) for compiled, role in self._roles()]
+        parts = [self._part(short, role, sweep, links) for short, role in self._roles()]
         _complete([part.work for part in parts])
         work = {kind: PerLayer.of([part.work[kind] for part in parts]) for kind in parts[0].work}
         both = next((part for part in parts if not isinstance(part.deferred, float)), None)
@@ -153,7 +167,7 @@ class Structure:
             **per_layer,
         )
 
-    def _part(self, compiled: Compiled, role: Role, sweep: SizeSweep, links: SweptLinks) -> _RoleParts:
+    def _part(self, short: ShortBuild, role: Role, sweep: SizeSweep, links: SweptLinks) -> _RoleParts:
         clocks = {key: SweptProgram(program, sweep, links) for key, program in role.programs.items()}
         swept = replace(role, programs={key: clock.program for key, clock in clocks.items()})
         stage = role.stages[0]
@@ -198,9 +212,9 @@ class Structure:
             clock = clocks[key]
             time = clock.run(clock.program.main, _needed(arriving, clock.program))
             parts.after = parts.after + time.seconds
-        parts.update = update_seconds(compiled.build, compiled.plan, swept, links.cluster)
+        parts.update = update_seconds(short.build, short.plan, swept, links.cluster)
         parts.after = parts.after + parts.update
-        states = states_of(compiled.build, compiled.plan, swept)
+        states = states_of(short.build, short.plan, swept)
         parts.held = sum((sum(sizes.values()) - sizes["gradients"] for sizes in states.values()), start=0.0)
         parts.unsharded = sum((sizes["weights"] for sizes in states.values()), start=0.0)
         parts.gradients = sum((sizes["gradients"] for sizes in states.values()), start=0.0)
@@ -224,12 +238,12 @@ class Structure:
         they are smallest; between these places they are taken as a sum of parts in proportion to what a forward makes
         and to its weights."""
         peaks: list[dict[str, Any]] = []
-        for (compiled, role), part in zip(self._roles(), parts, strict=True):
+        for (short, role), part in zip(self._roles(), parts, strict=True):
             made, weights = np.broadcast_arrays(part.made, part.weights)
             share = made / np.maximum(weights, 1.0)
             places = sorted({int(share.argmin()), int(share.argmax())})
             both = np.array([[made[at], weights[at]] for at in places])
-            of_places = [_peaks_at(compiled, role, sweep.one(at)) for at in places]
+            of_places = [_peaks_at(short, role, sweep.one(at)) for at in places]
             inverse = np.linalg.pinv(both / both.max(axis=0)) / both.max(axis=0)[:, None]
             peaks.append({})
             for kind in of_places[0]:
@@ -249,11 +263,11 @@ BETWEEN = ""
 """The kind of the moments of a step in which no work runs."""
 
 
-def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, float]:
+def _peaks_at(short: ShortBuild, role: Role, place: SizeSweep) -> dict[str, float]:
     """Return the most bytes of a role's work of each kind on one mesh, beside state and what is held for other
     microbatches."""
     swept = replace(role, programs={key: replace(program, mesh=place) for key, program in role.programs.items()})
-    states = states_of(compiled.build, compiled.plan, swept).values()
+    states = states_of(short.build, short.plan, swept).values()
     gradients = sum(sizes["gradients"] for sizes in states)
     state = sum(sum(sizes.values()) + role.overlaps * sizes["weights"] for sizes in states)
     state += gradients * (sums_twice(role.actions) - 1)
@@ -262,7 +276,7 @@ def _peaks_at(compiled: Compiled, role: Role, place: SizeSweep) -> dict[str, flo
         key = Action(role.stages[0], kind).program_in(swept.programs)
         if key in swept.programs:
             sizes[at] = _saved_bytes(swept.programs[key], swept.programs[key])
-    peaks = action_peaks_of(compiled.build, compiled.plan, swept)
+    peaks = action_peaks_of(short.build, short.plan, swept)
     result: dict[str, float] = {}
     for action, held in moments_of(role.actions):
         others = sum(number * size for counts in held.values() for number, size in zip(counts, sizes, strict=True))
