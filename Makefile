@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-clock bench-placements bench-search bench-chosen bench-gpu build-time predict figures families goldens goldens-update outside docs wheel planted-bugs planted-faults executed cases hosts soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches bench-replicas bench-data bench-checkpoints bench-memory bench-peaks bench-experts bench-context bench-kept bench-fit bench-sequence bench-clock bench-placements bench-search bench-chosen bench-gpu build-time predict figures families goldens goldens-update outside outside-init outside-placed docs wheel planted-bugs planted-faults executed cases hosts soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -48,6 +48,7 @@ help:
 	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
 	@echo "make docs    the site of the documentation, built and checked: build/docs/site/index.html"
 	@echo "make report-look    pages of a few builds in a real browser: pictures for a desktop and a phone, light and dark"
+	@echo "make outside-placed placements over tp that the integer program finds for the same models, beside those of parc init"
 	@echo "make outside-init   plans that parc init proposes for the same models: built, and what they gather"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make cases   replay small models and losses that once trained as something else, and say what comes of each"
@@ -207,6 +208,9 @@ report-look: $(READY)
 
 outside-init: $(OUTSIDE)/.parc-ready
 	$(OUTSIDE)/bin/python -m benchmarks.outside_init
+
+outside-placed: $(OUTSIDE)/.parc-ready
+	$(OUTSIDE)/bin/python -m benchmarks.outside_placed
 
 wheel: $(READY)
 	$(PY) benchmarks/wheel.py
