@@ -363,15 +363,45 @@ def prepare(captured: Captured) -> tuple[Captured, fx.Node | None]:
     return replace(captured, graph=graph), uncounted(graph)
 
 
-def build_programs(captured: Captured, request: Request, measure: Measure | None = None) -> Built:
-    """Run every pass. ``measure`` runs the module and its loss, to find out what divides the loss's terms.
+class GlobalResults:
+    """The results of the passes before values are placed, of one captured model: requests that differ in what only
+    later passes read share them."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[StepValues, StepValues]] = []
+
+    def of(self, captured: Captured, request: Request, measure: Measure | None = None) -> StepValues:
+        """Return the values of a step after these passes. Of ``measure`` counts only whether there is one: it runs the
+        captured model, and is told all else."""
+        values = values_of(captured, request, measure)
+        names = {name for each in GLOBAL_PASSES for name in each.needs.split()} & values.keys() - {"measure"}
+        read = {name: values[name] for name in names} | {"measured": measure is not None}
+        results = next((results for known, results in self._known if known == read), None)
+        if results is None:
+            after = run_passes(GLOBAL_PASSES, values)
+            results = {
+                name: after[name] for each in GLOBAL_PASSES for name in (*each.gives.split(), *each.changes.split())
+            }
+            self._known.append((read, results))
+        return {**values, **results}
+
+
+def build_programs(
+    captured: Captured, request: Request, measure: Measure | None = None, shared: GlobalResults | None = None
+) -> Built:
+    """Run every pass. ``measure`` runs the module and its loss, to find out what divides the loss's terms. Builds of
+    one captured model may have results of the first passes ``shared``.
 
     Raises:
         RuleMisfit: a rule that the user registered is not the operator's.
     """
     check_registered(captured.graph)
     with explained(captured.graph):
-        values = run_passes(ALL_PASSES, values_of(captured, request, measure))
+        if shared is None:
+            values = run_passes(ALL_PASSES, values_of(captured, request, measure))
+        else:
+            later = PLACING_PASSES + PROGRAM_PASSES
+            values = run_passes(later, shared.of(captured, request, measure))
         placed, roles = values["placed"], values["roles"]
         sites = {claim.site for claim in request.placing.claims if claim.site}
         return Built(
@@ -402,17 +432,11 @@ class Trials:
     passes are left out. The graph is made ready once for all requests that differ in placements alone."""
 
     def __init__(self, captured: Captured) -> None:
-        self._captured = captured
-        self._ready: list[tuple[StepValues, fx.Graph]] = []
+        self._captured, self._results = captured, GlobalResults()
 
     def graph(self, request: Request) -> fx.Graph:
         """Return the graph in which values are placed under a request."""
-        values = values_of(self._captured, request)
-        read = {name: values[name] for each in GLOBAL_PASSES for name in each.needs.split() if name in values}
-        graph = next((graph for known, graph in self._ready if known == read), None)
-        if graph is None:
-            graph = run_passes(GLOBAL_PASSES, values)["graph"]
-            self._ready.append((read, graph))
+        graph: fx.Graph = self._results.of(self._captured, request)["graph"]
         return graph
 
     def place(self, request: Request) -> tuple[Placed, Sequence[Reshard]]:
@@ -421,7 +445,7 @@ class Trials:
 
     def typed(self, request: Request) -> tuple[Placed, Sequence[Reshard], fx.Graph]:
         """Return where values lie under a request, the conversions between them, and the typed graph with these."""
-        values = {**values_of(self._captured, request), "graph": self.graph(request)}
+        values = self._results.of(self._captured, request)
         shared = [each for each in PLACING_PASSES if each.changes != "graph"]  # all requests share nodes
         placing = run_passes(shared, values)
         return placing["placed"], placing["reshards"], placing["typed"]

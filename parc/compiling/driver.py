@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parc.compiler import schedules
 from parc.compiler.capture.capture import Captured
@@ -52,7 +52,7 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.grammar.syntax import size_text
 from parc.passes.calls import MixedRows
-from parc.passes.pipeline import Measure, build_programs
+from parc.passes.pipeline import GlobalResults, Measure, build_programs
 from parc.passes.placing.partition import Reshard, UnevenTokens
 from parc.passes.placing.propagate import FewHeads, NotPlaced
 from parc.passes.placing.registered import RuleMisfit
@@ -218,10 +218,11 @@ def compile_plan(
 def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, like: Compiled | None = None,
     declared: Plan | None = None, choices: Choices | None = None, fitted: Fitted | None = None, smaller: bool = False,
-    measure: Measure | None = None,
+    measure: Measure | None = None, shared: GlobalResults | None = None,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
-    ``smaller`` model may lack names of the plan. ``measure`` finds out what divides the terms of the loss.
+    ``smaller`` model may lack names of the plan. ``measure`` finds out what divides the terms of the loss. Several
+    compilations of the model have results of the first passes ``shared``.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -231,10 +232,18 @@ def compile_captured(
     def make(lines: tuple[RecomputeLine, ...], units: frozenset[str]) -> Compiled:
         storing = replace(request.storing, recompute=lines, units=request.storing.units | units)
         changed = replace(request, storing=storing)
-        return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed, measure)
+        return _built(plan, folder, recorded, captured, replace(resolved, recompute=lines), changed, measure, shared)
 
     compiled, chosen = compile_fitted(resolved.recompute, captured, fitted, make)
     return replace(compiled, fitted=chosen)
+
+
+class CapturedModel(NamedTuple):
+    """A model, its graph, and the results of the first passes that plans have in common."""
+
+    recorded: Recorded
+    captured: Captured
+    shared: GlobalResults
 
 
 class Captures:
@@ -243,28 +252,29 @@ class Captures:
 
     def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
         self.folder, self.overrides = folder, overrides
-        self._captured: list[tuple[object, Recorded, Captured]] = []
+        self._models: list[tuple[object, CapturedModel]] = []
 
     @classmethod
     def of(cls, compiled: Compiled) -> Captures:
         """Return the capture of a compiled plan."""
         captures, plan = cls(compiled.folder), compiled.plan
-        captures._captured.append(((plan.model, input_specs(plan)), compiled.recorded, compiled.captured))
+        key = plan.model, input_specs(plan)
+        captures._models.append((key, CapturedModel(compiled.recorded, compiled.captured, GlobalResults())))
         return captures
 
-    def at(self, plan: Plan) -> tuple[Recorded, Captured]:
+    def at(self, plan: Plan) -> CapturedModel:
         """Return a plan's model and its graph.
 
         Raises:
             PlanError: the model is at fault.
         """
         wanted = plan.model, input_specs(plan)
-        for key, recorded, captured in self._captured:
+        for key, model in self._models:
             if key == wanted:
-                return recorded, captured
-        recorded, captured = capture_plan(plan, task_lines(plan), self.folder, self.overrides)
-        self._captured.append((wanted, recorded, captured))
-        return recorded, captured
+                return model
+        model = CapturedModel(*capture_plan(plan, task_lines(plan), self.folder, self.overrides), GlobalResults())
+        self._models.append((wanted, model))
+        return model
 
 
 def at_largest(plan: Plan) -> Plan:
@@ -280,10 +290,11 @@ def compile_with(captures: Captures, plan: Plan) -> Compiled:
         PlanError: the plan is at fault.
     """
     at = at_largest(plan)
-    recorded, captured = captures.at(at)
+    recorded, captured, shared = captures.at(at)
     folder, overrides = captures.folder, captures.overrides
     measure = measure_of(at, task_lines(at), folder, recorded, captured, overrides=overrides)
-    compiled = compile_captured(at, folder, recorded, captured, smaller=overrides is not None, measure=measure)
+    smaller = overrides is not None
+    compiled = compile_captured(at, folder, recorded, captured, smaller=smaller, measure=measure, shared=shared)
     return replace(compiled, overrides=dict(overrides or {}))
 
 
@@ -340,11 +351,11 @@ def _read_in_eval_alone(plan: Plan, names: Sequence[str]) -> Diagnostic:
 
 def _built(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, resolved: Resolved, request: Request,
-    measure: Measure | None,
+    measure: Measure | None, shared: GlobalResults | None = None,
 ) -> Compiled:  # fmt: skip
     """Run the passes, and put the actions of each role in order."""
     try:
-        built = build_programs(captured, request, measure)
+        built = build_programs(captured, request, measure, shared)
     except REFUSALS as error:
         raise PlanError([refusal(plan, request.placing.mesh, resolved, error)]) from error
     errors = [*whole_sequences(plan, built.reshards), *_moved_buffers(plan, built.programs)]

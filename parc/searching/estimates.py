@@ -274,7 +274,7 @@ class Estimator:
     def _short(self, captures: Captures, plan: Plan) -> ShortBuild:
         """Return the build of a plan for a captured model, from the cache if it has it."""
         plan = at_largest(plan)
-        recorded, captured = captures.at(plan)
+        recorded, captured, _ = captures.at(plan)
         model = (
             f"{name} {parameter.shape} {parameter.dtype}" for name, parameter in recorded.module.named_parameters()
         )
