@@ -307,13 +307,12 @@ class Session:
         buffers are as before it.
 
         Raises:
-            RunError: loss or norm is not finite, the result was used before or is of other weights, or something else
-                sets the optimizer's rate, as a scheduler: on every rank, and nothing was changed.
+            RunError: loss or norm is not finite, the result was used before or is of other weights, ``lr`` is no rate,
+                or something else sets the optimizer's, as a scheduler: on every rank, and nothing was changed.
         """
         self._check_trains()
         step, line = self.step_number + 1, self.build.manifest["optimizer"]
-        if lr is None:
-            check_rates(self.optimizer, line)
+        check_rates(self.optimizer, line, lr)
         consume(result, self.weights_mark)
         loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
         skipped = skips(self.state.steps, result.state, norm)

@@ -50,13 +50,18 @@ _OF_SCHEDULERS = "initial_lr"
 """The key that torch's schedulers add to the groups of their optimizer."""
 
 
-def check_rates(optimizer: torch.optim.Optimizer, line: Mapping[str, Any]) -> None:
-    """Check that nothing but parc sets the learning rates of an optimizer, which every update sets anew by the plan's
-    ``line``.
+def check_rates(optimizer: torch.optim.Optimizer, line: Mapping[str, Any], lr: float | None) -> None:
+    """Check the learning rate that a step is given; without one, that nothing but parc sets those of an optimizer,
+    which every update sets anew by the plan's ``line``.
 
     Raises:
-        RunError: a scheduler or a person's own code does.
+        RunError: it is no rate, or a scheduler or a person's own code sets them.
     """
+    if lr is not None:
+        if not (math.isfinite(lr) and lr >= 0):
+            help_ = "give a number of 0 or more, or leave `lr` out: the plan's `optimizer` line says it then"
+            raise RunError(OTHER_RATE, f"`lr` of this step is {float(lr):g}, which is no learning rate", help_)
+        return
     for group in optimizer.param_groups:
         if group["lr"] != group[_SET]:
             message = f"`lr` of the optimizer was set to {group['lr']:g}, and an update takes the plan's rate instead"

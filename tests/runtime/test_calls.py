@@ -3,6 +3,7 @@ late, and rates that something else than the plan sets."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -212,5 +213,8 @@ def test_a_rate_that_is_set_in_the_optimizer_is_refused(tmp_path: Path) -> None:
         session.optimizer.param_groups[0]["lr"] = 3e-4
         with pytest.raises(parc.RunError, match=r"^\[P0423\] `lr` of the optimizer was set to 0.0003, and an update"):
             session.step(batch(1))
-        session.step(batch(1), lr=3e-4)
+        for wrong in (math.nan, math.inf, -1e-3):
+            with pytest.raises(parc.RunError, match=r"^\[P0423\] `lr` of this step is \S+, which is no learning rate"):
+                session.step(batch(1), lr=wrong)
+        assert session.step(batch(1), lr=3e-4).step == 2
         assert session.step(batch(2)).lr == 1e-2
