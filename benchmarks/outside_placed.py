@@ -2,7 +2,9 @@
 
 Each model is placed over tp=2 and tp=4, with dp=2, from what makes it alone; what is found is built with every check.
 Beside each other are the bytes that a rank sends over tp in a step, the predicted time of a step on H100s and the
-seconds of the solver. None may be dearer. Words that are given choose the models whose names hold one of them.
+seconds of the solver. None may be dearer, unless it divides attention, experts or tables that `parc init` leaves
+whole; `work` is the part of the products that a rank computes. Words that are given choose the models whose names hold
+one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from parc.step_time import price, seconds_text
 
 OUT = Path(__file__).with_suffix(".md")
 RANKS = 2, 4
-DEARER = "DEARER"
+DEARER, DIVIDES_MORE = "DEARER", "divides what `parc init` leaves whole"
 ABOUT = """# Placements over tp that `parc plan --placements` finds
 
 Written by `make outside-placed`: for models of `make outside`, over dp=2 and tp=2 or tp=4, the lines of the integer
@@ -44,9 +46,13 @@ def build(name: str) -> tuple[Compiled, str]:
     before, after = (price(each.build, each.plan, cluster).time.seconds for each in (result.initial, result.compiled))
     dearer = bool(result.after.excess(result.before)) or after > 1.0001 * before
     sent = " to ".join(size_text(one.wire_bytes) for one in (result.before, result.after))
-    words = [f"sent {sent}", f"step {seconds_text(before)} to {seconds_text(after)} ({after / before - 1:+.1%})",
+    work = " to ".join(f"{one.work:.0%}" for one in (result.before, result.after))
+    words = [f"sent {sent}", f"work {work}",
+             f"step {seconds_text(before)} to {seconds_text(after)} ({after / before - 1:+.1%})",
              f"solver {result.seconds_of_solver:.1f} of {seconds:.0f} s"]  # fmt: skip
-    return result.compiled, "; ".join([*words, *[DEARER] * dearer])
+    if dearer:
+        words.append(DIVIDES_MORE if result.before.lacking and result.after.work < result.before.work else DEARER)
+    return result.compiled, "; ".join(words)
 
 
 def main(*wanted: str) -> int:

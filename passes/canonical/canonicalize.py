@@ -26,9 +26,12 @@ _FAMILIES = attention, bags, decompose
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, with the facts of its nodes."""
-    copy = fx.Graph()
-    results = copy.graph_copy(graph, {})  # fx copies each node's facts, but for those of the output
+    copy, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    results = copy.graph_copy(graph, nodes)  # fx copies each node's facts, but for those of the output
     copy_facts(graph.output_node(), copy.output(results))
+    for node in nodes.values():
+        if (mask := noted(node).chosen) is not None:
+            noted(node).chosen = nodes.get(mask, mask)
     return copy
 
 
