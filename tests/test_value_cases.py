@@ -25,6 +25,8 @@ from tests.cases.values import case, compiled_case
 QUICK = (
     "flag, dp", "flag that a step sets, dp", "checks, dp", "branch, dp", "mask, tp", "mask that is written, dp",
     "frequencies, dp", "lengths, tp", "list of numbers, dp", "places, dp", "positions, tp", "randint, tp",
+    "ones in a product, dp", "ones in a product of one sum, dp", "windows by strides, dp", "windows by strides, tp",
+    "gaps by strides, tp", "outside by strides, dp",
     "random_, dp", "randperm, dp", "several classes, dp", "poisson, dp", "mask made", "mask of an input",
     "experts unpacked", "experts counted", "smooth, 27 classes", "entropy, 28 classes", "selected, 27 classes",
 )  # fmt: skip

@@ -188,7 +188,7 @@ def _line_numbers(question: Question, constants: tuple[float | None, ...] = ()) 
     if line.op in (*COLLECTIVES, _PADDING) or not _floating(question):
         return ()
     target, row = operator(line.op), facts(line.op)
-    plain = row.moves or row.precision == "product" or line.op.startswith("parc.")
+    plain = row.moves or (row.precision == "product" and not constants) or line.op.startswith("parc.")
     if not plain and target.has_kernel_for_dispatch_key(_COMPOSITE):
         return tuple(_numbers_of_parts(question, constants))
     call = line_call(line, question.operands, question.results, lambda item: item.size)

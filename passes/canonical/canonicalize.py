@@ -16,11 +16,11 @@ from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.ops.own_ops import NO_CLASS, OPS, aten
 from ...compiler.ops.rules import facts
 from ..calls import arguments_of
-from . import attention, bags, decompose
+from . import attention, bags, decompose, strided
 from .decompose import looked_up, shape_of
 from .rewriter import Canonicalizer, rewrites, targets_where
 
-_FAMILIES = attention, bags, decompose
+_FAMILIES = attention, bags, decompose, strided
 """The modules whose rewrites are in ``REWRITES``, beside those of this module."""
 
 

@@ -99,6 +99,17 @@ def _nothing(m: Any) -> None:
     """Make nothing more."""
 
 
+def _beside_ones(equation: str, h: Tensor) -> Tensor:
+    return torch.einsum(equation, torch.ones(*h.shape, 1), h.unsqueeze(-1))
+
+
+def _windows(m: Any, h: Tensor) -> Tensor:
+    """Windows of four places that overlap by two, read from a transposed view as it lies in memory."""
+    places = h.unflatten(-1, (8, 2)).transpose(0, 1)
+    windows = places.as_strided((3, 4, h.shape[0], 2), (4, 2, WIDTH, 1))
+    return h + windows.mean((0, 1)).repeat(1, 8)
+
+
 Make = Callable[[Any], None]
 Compute = Callable[[Any, Tensor], Tensor]
 KINDS: dict[str, tuple[Make, Compute]] = {
@@ -114,6 +125,11 @@ KINDS: dict[str, tuple[Make, Compute]] = {
     "places": (_mask, lambda m, h: m.c(h.index_select(1, m.keep.nonzero().squeeze(1)))),
     "positions": (_nothing, lambda m, h: h * torch.arange(0.5, 8.5, 0.5) * torch.arange(1.0, 17.0)),
     "repeated": (_nothing, lambda m, h: h * torch.arange(8.0).cos().repeat_interleave(2, -1)),
+    "ones in a product": (_nothing, lambda m, h: h + _beside_ones("bid,bjd->bij", h).mean(1)),
+    "ones in a product of one sum": (_nothing, lambda m, h: h + _beside_ones("bid,bjd->bj", h)),
+    "windows by strides": (_nothing, _windows),
+    "gaps by strides": (_nothing, lambda m, h: h + h[:, ::2].as_strided((h.shape[0], 3), (WIDTH, 4)).mean(1, True)),
+    "outside by strides": (_nothing, lambda m, h: h + h[:, :2].as_strided((h.shape[0], 1), (WIDTH, 1), 3)),
     # draws
     "randint": (_nothing, lambda m, h: h * torch.randint(1, 10, (h.shape[0], 1))),
     "randint_like": (_nothing, lambda m, h: h + torch.randint_like(h, 3)),
