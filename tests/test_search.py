@@ -167,6 +167,15 @@ def test_structures_are_compiled_once_for_all_searches(tmp_path: Path, monkeypat
     assert wider[0] > seconds and wider[1] > memory and {file.name for file in tmp_path.iterdir()} > builds
 
 
+def test_layers_are_counted_where_only_the_signature_says_how_many(tmp_path: Path) -> None:
+    code = (EXAMPLES / "llama.py").read_text()
+    assert "layers: int = 2," in code
+    (tmp_path / "llama.py").write_text(code.replace("layers: int = 2,", "layers: int = 16,"))
+    layers = counted_layers(opened(DEEP.replace("layers=16, ", "")).example()[1], tmp_path)
+    assert layers is not None
+    assert (layers.argument, layers.number, layers.prefix) == ("layers", 16, "model.layers")
+
+
 def test_a_search_ends_in_plans_that_are_priced_from_their_own_programs() -> None:
     outcome = search(opened(SHALLOW), ExactPrices(EXAMPLES, find_cluster("h100-sxm")), 4)
     assert outcome.priced == 4 and not outcome.structures

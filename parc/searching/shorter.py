@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from parc.compiler.capture.callables import load_callable
+from parc.compiler.capture.model_calls import whole_arguments
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.blocks import block_of
@@ -35,15 +37,19 @@ class Layers:
 
 
 def counted_layers(plan: Plan, folder: Path) -> Layers | None:
-    """Return the blocks of a plan's model; None where no argument counts blocks of which there are many.
+    """Return the blocks of a plan's model; None where no argument, said or by default, counts blocks of which there are
+    many.
 
     Raises:
         PlanError: the model is at fault.
     """
-    counts = [(name, value) for name, value in plan.model.values if type(value) is int and value >= _LEAST]
+    said, lines = dict(plan.model.values), task_lines(plan)
+    module = make_model(plan, lines, folder).module
+    numbers = whole_arguments(load_callable(lines.model, folder), module, said)
+    counts = [(name, value) for name, value in numbers.items() if value >= _LEAST]
     for name, value in sorted(counts, key=lambda pair: "layer" not in pair[0] and "depth" not in pair[0]):
         try:
-            one, other = (make_model(plan, task_lines(plan), folder, {name: _TRIED + more}) for more in (0, 1))
+            one, other = (make_model(plan, lines, folder, {name: _TRIED + more}) for more in (0, 1))
         except PlanError:
             continue  # the model does not take so few
         layers = _added(one, other, name, value)
