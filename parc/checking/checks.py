@@ -224,7 +224,7 @@ def check_numbers(
             is not the module, or, at some sizes, not the template's; the build is not certified, and too large to be
             tested itself.
     """
-    chosen = subject_of(compiled)
+    chosen = subject_of(compiled, not checked.certificate.missing)
     subject, on = chosen.compiled, chosen.text
     if subject is not compiled:
         if checked.certificate.missing and not uncertified:

@@ -70,15 +70,15 @@ def work_of(compiled: Compiled) -> int:
     return compiled.plan.microbatches * work + _READ_AND_WRITE * parameters * (1 + compiled.mesh.world)
 
 
-def subject_of(compiled: Compiled) -> Subject:
-    """Choose the build on which numbers are tested: the same model at smaller sizes, if that takes less time; the twin,
-    if there are more ranks or more work than one process should do; else the build itself.
+def subject_of(compiled: Compiled, certified: bool = True) -> Subject:
+    """Choose the build on which numbers are tested: of a ``certified`` one the same model at smaller sizes, if that
+    takes less time; the twin, if there are more ranks or more work than one process should do; else the build itself.
 
     Raises:
         PlanError: nothing is small enough, the twin cannot be compiled, or its model has not the lines of the build's.
     """
     work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
-    if work > _SMALL_WORK and few_ranks and compiled.template is None:
+    if certified and work > _SMALL_WORK and few_ranks and compiled.template is None:
         for sizes in _smaller_sizes(compiled, compiled.mesh, {}):
             part = math.prod(sizes.values()) / math.prod(compiled.sizes.values())
             if part > 0.5 or work * part > _LARGE_WORK:

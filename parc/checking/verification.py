@@ -207,7 +207,7 @@ def verify_build(
         verified.checks |= {"equality": checked.certificate.word, "numbers": "tested"}
     elif locate and checked.faults:
         progress("first difference")
-        subject = subject_of(compiled).compiled
+        subject = subject_of(compiled, not checked.certificate.missing).compiled
         differing = (first_difference(replace(case_of(at), device=device)) for at in subject.cases())
         verified.difference = str(
             next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import parc.checking.checks
 import parc.checking.twins
+from parc.checking.certified import Certificate
+from parc.checking.checks import check_build
 from parc.checking.twins import find_twin, subject_of, twin_text, work_of
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled, compiled_net
@@ -75,6 +78,10 @@ def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
     monkeypatch.setattr(parc.checking.twins, "_SMALL_WORK", work_of(compilation) // 4)
     small = subject_of(compilation)
     assert (small.text, small.steps) == ("the same plan at B=4, H=32", 3)
+    assert subject_of(compilation, certified=False).compiled is compilation
+    monkeypatch.setattr(parc.checking.checks, "certificate_of", lambda _: Certificate(missing="no rule for `x`"))
+    checked = check_build(compilation)
+    assert not checked.faults and checked.report["numbers"]["on"] == "the build itself"
     monkeypatch.setattr(parc.checking.twins, "_LARGE_WORK", work_of(small.compiled) // 2)
     monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", work_of(small.compiled))
     few = subject_of(compilation)
