@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -441,11 +441,25 @@ class Trials:
 
     def place(self, request: Request) -> tuple[Placed, Sequence[Reshard]]:
         """Return where values lie under a request, and the conversions between them."""
-        return self.typed(request)[:2]
+        placed, conversions = self.conversions(request)
+        return placed, [*conversions]
+
+    def conversions(self, request: Request) -> tuple[Placed, Iterator[Reshard]]:
+        """Return where values lie under a request, and the conversions between them as they are found, in order: who
+        has seen enough need not take the others."""
+        values = self._run(_TRIED_PASSES[:_CONVERSIONS], request)
+        partition = Partition(*(values[name] for name in _TRIED_PASSES[_CONVERSIONS].needs.split()))
+        return values["placed"], partition.conversions()
 
     def typed(self, request: Request) -> tuple[Placed, Sequence[Reshard], fx.Graph]:
         """Return where values lie under a request, the conversions between them, and the typed graph with these."""
-        values = self._results.of(self._captured, request)
-        shared = [each for each in PLACING_PASSES if each.changes != "graph"]  # all requests share nodes
-        placing = run_passes(shared, values)
+        placing = self._run(_TRIED_PASSES, request)
         return placing["placed"], placing["reshards"], placing["typed"]
+
+    def _run(self, passes: Sequence[Pass], request: Request) -> StepValues:
+        return run_passes(passes, self._results.of(self._captured, request))
+
+
+_TRIED_PASSES = [each for each in PLACING_PASSES if each.changes != "graph"]
+"""The passes of a trial: all requests share the nodes of the graph."""
+_CONVERSIONS = next(at for at, each in enumerate(_TRIED_PASSES) if each.run is _converted)

@@ -71,9 +71,9 @@ class Search:
             for operand in operands_of(node)
             if operand not in follower.computed
         }
-        self.unsplit: frozenset[tuple[object, ...]] = frozenset()
+        self.unsplit = frozenset(map(identity, self.trials.place(request)[1]))
         """The identities of the reshards that the plan has without a split over the axis."""
-        self.unsplit = frozenset(map(identity, self._place({})[1]))
+        self._groups: dict[tuple[frozenset[tuple[str, Split]], bool], SplitGroup | None] = {}
 
     def groups(self) -> list[SplitGroup]:
         """Return the groups that are worth splitting, the best first, then the group of the vocabulary."""
@@ -91,27 +91,37 @@ class Search:
 
     # ---- one try
 
-    def _place(self, claims: Claims) -> tuple[Claims, list[Reshard], bool]:
-        """Return the weights that are split under claims, the reshards that only these cause, and whether heads of an
-        attention are split."""
-        tried = (Claim(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
-        placing = self._request.placing
-        placing = replace(placing, claims=(*placing.claims, *tried))
-        placed, reshards = self.trials.place(replace(self._request, placing=placing))
-        split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
-        more = [reshard for reshard in reshards if identity(reshard) not in self.unsplit]
-        return split, more, any(self.axis in placed.parts[node] for node in self._attending)
-
     def group(self, claims: Claims, *, gathering: bool = True) -> SplitGroup | None:
         """Return the group that claims split; None if a claim does not hold, or a value is gathered for it and it may
         not be ``gathering``."""
+        key = frozenset(claims.items()), gathering
+        if key not in self._groups:
+            self._groups[key] = self._tried(claims, gathering)
+        return self._groups[key]
+
+    def _tried(self, claims: Claims, gathering: bool) -> SplitGroup | None:
+        tried = (Claim(Binding("parameter", name), self.axis, split, 1) for name, split in claims.items())
+        placing = self._request.placing
+        placing = replace(placing, claims=(*placing.claims, *tried))
         try:
-            split, more, attends = self._place(claims)
+            placed, conversions = self.trials.conversions(replace(self._request, placing=placing))
+            split = {name: at for name, node in self._nodes.items() if (at := placed.splits[node, 0].get(self.axis))}
+            if any(split.get(name) != at for name, at in claims.items()):
+                return None
+            sent = 0
+            for reshard in conversions:
+                if identity(reshard) not in self.unsplit:
+                    if not gathering and gathers(reshard):
+                        return None
+                    sent += reshard.bytes
         except REFUSALS:
             return None
-        if (not gathering and any(map(gathers, more))) or any(split.get(name) != at for name, at in claims.items()):
-            return None
-        return SplitGroup(claims, split, sum(reshard.bytes for reshard in more), attends)
+        return SplitGroup(claims, split, sent, any(self.axis in placed.parts[node] for node in self._attending))
+
+    def gathers(self, request: Request) -> bool:
+        """Return whether a request gathers or exchanges a value unasked that the plan does not without a split."""
+        conversions = self.trials.conversions(request)[1]
+        return any(gathers(reshard) and identity(reshard) not in self.unsplit for reshard in conversions)
 
     def _worth(self, group: SplitGroup) -> float:
         """Return the split entries of weights per byte sent."""
@@ -127,28 +137,31 @@ class Search:
             if use.kind == "linear" and use.out_dim != use.in_dim:
                 alike.setdefault((re.sub(r"\d+", "*", name), self.names.shape(name), use), []).append(name)
         for names in alike.values():
-            together = list(self._splits_of(names))
-            yield from together
-            if not together and len(names) > 1 and any(any(self._splits_of([name])) for name in (names[0], names[-1])):
-                for name in names:
-                    yield from self._splits_of([name])
+            if (together := self._split_of(names)) is not None:
+                yield together
+            elif not any(self._tries(names)) and any(self._split_of([name]) for name in (names[0], names[-1])):
+                yield from filter(None, (self._split_of([name]) for name in names))
 
-    def _splits_of(self, names: Sequence[str]) -> Iterator[SplitGroup]:
-        """Yield the group of the first way to split the outputs of weights without a gather, if it all-reduces no more
-        than it splits."""
-        dim = self.names.use(names[0]).out_dim
-        assert dim is not None
-        for outer in self._ways(names[0], dim):
-            group = self.group({name: Split(dim, outer) for name in names}, gathering=False)
-            if group is None:
-                continue
+    def _split_of(self, names: Sequence[str]) -> SplitGroup | None:
+        """Return the group of the first way to split the outputs of weights without a gather that all-reduces no more
+        than it splits; None without such a way."""
+        for group in self._tries(names):
             begin, end = (
                 sum(self._outputs(name) for name, at in group.weights.items() if is_side(name, at))
                 for is_side in (self.begins, self.ends)
             )
             if 0 < end <= begin:
+                return group
+        return None
+
+    def _tries(self, names: Sequence[str]) -> Iterator[SplitGroup]:
+        """Yield the groups of the ways to split the outputs of weights without a gather."""
+        dim = self.names.use(names[0]).out_dim
+        assert dim is not None
+        for outer in self._ways(names[0], dim):
+            group = self.group({name: Split(dim, outer) for name in names}, gathering=False)
+            if group is not None:
                 yield group
-                return
 
     def _outputs(self, name: str) -> int:
         dim = self.names.use(name).out_dim

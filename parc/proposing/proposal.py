@@ -29,7 +29,7 @@ from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import Progress, compile_captured, compile_plan, task_lines
+from parc.compiling.driver import REFUSALS, Progress, compile_captured, compile_plan, task_lines
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
 from parc.compiling.request import ask
 from parc.grammar.codes import LOSS_NOT_NUMBER, NO_INPUTS
@@ -40,7 +40,7 @@ from parc.passes.calls import operands_of, substitute_nodes, tensors_of
 from parc.proposing.guesses import Guess
 from parc.proposing.inputs import Caller, ForwardCall
 from parc.proposing.lines import ModelLine, PlacingLine, lines_of, plan_text
-from parc.proposing.placements import Search, gathers, identity
+from parc.proposing.placements import Search
 from parc.proposing.tasks import Task, tasks_of
 
 
@@ -119,11 +119,9 @@ def initial_lines(
         """Return the entries of weights that lines split; -1 if they gather, or do not fit the model."""
         try:
             resolved, request = ask_with(lines)
-            reshards = search.trials.place(request)[1]
-        except PlanError:
+            return -1 if search.gathers(request) else _split_entries(resolved, search)
+        except (PlanError, *REFUSALS):
             return -1
-        unasked = any(gathers(reshard) and identity(reshard) not in search.unsplit for reshard in reshards)
-        return -1 if unasked else _split_entries(resolved, search)
 
     lines, least = _fitting_lines(lines_of(search.groups(), search), fits)
     named = families() if search.axis == "tp" else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -355,6 +355,15 @@ class Partition:
     def run(self) -> fx.Graph:
         """Return the typed graph. Its outputs are numbers, which may still be partial (the loss's numerator), new
         values of buffers, and tensors that the model returns."""
+        for _ in self.conversions():
+            pass
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def conversions(self) -> Iterator[Reshard]:
+        """Emit the nodes of the typed graph one after the other, and yield the reshards as they are noted."""
+        yielded = 0
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self.placeholder(node)
@@ -364,6 +373,12 @@ class Partition:
                 self.block = noted(node).block
                 self.reader, self.kept = operator_name(node.target), noted(node).kept
                 self.operator(node)
+                yield from self.reshards[yielded:]
+                yielded = len(self.reshards)
+        self._outputs()
+        yield from self.reshards[yielded:]
+
+    def _outputs(self) -> None:
         self.block, self.reader, self.kept = None, "output", True
         keys, returned_nodes, results = noted(self.source.output_node()).results, outputs(self.source), []
         bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
@@ -375,9 +390,6 @@ class Partition:
                 target = state.replace({axis: "I" for axis, kind in state.items() if (kind == "P") == returned})
             results.append(self.convert(key_of(node), target))
         noted(self.graph.output(tuple(results))).results = keys
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        return self.graph
 
 
 # ---- the operators that compute in ``R``
