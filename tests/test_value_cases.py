@@ -23,7 +23,8 @@ from tests.cases.value_models import LOSSES
 from tests.cases.values import case, compiled_case
 
 QUICK = (
-    "flag, dp", "flag that a step sets, dp", "checks, dp", "branch, dp", "mask, tp", "mask that is written, dp",
+    "flag, dp", "flag that a step sets, dp", "checks, dp", "branch, dp",
+    "checks of numbers, dp", "branch on a number, dp", "mask, tp", "mask that is written, dp",
     "frequencies, dp", "lengths, tp", "list of numbers, dp", "places, dp", "positions, tp", "randint, tp",
     "ones in a product, dp", "ones in a product of one sum, dp", "windows by strides, dp", "windows by strides, tp",
     "gaps by strides, tp", "outside by strides, dp",

@@ -284,6 +284,8 @@ class AsksValues(TorchFunctionMode):
             passes = _passing() if self._known.value(args[0]) is None else None
             if passes is not None:
                 return passes
+        elif function is Tensor.item and self._known.value(args[0]) is None and (number := _passing_number()):
+            return number
         return function(*args, **kwargs)
 
     def _positions(self, index: Any) -> Any:
@@ -355,22 +357,69 @@ def _literal(value: Tensor) -> Tensor:
     return aten.lift_fresh.default(value)  # type: ignore[no-any-return]
 
 
+class _Unchecked:
+    """The number of a tensor that only a check compares: each comparison comes out as the check wants it."""
+
+    def __init__(self, passes: bool) -> None:
+        self._passes = passes
+
+    def _compared(self, _: object) -> bool:
+        return self._passes
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _passing() -> bool | None:
     """Return the truth value with which the check passes that the code is running; None where it is no check: an
     ``assert``, or an ``if`` that only raises."""
-    frame: Any = sys._getframe(1)
+    frame = _asking_frame()
+    if frame.f_code is _detect_is_causal_mask.__code__:
+        return False  # torch asks whether it may leave the mask out
+    return _way_past(*_instructions(frame))
+
+
+_OPERANDS = ("LOAD_", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "BINARY_", "NOP")
+"""The beginnings of instructions that make the other operand of a comparison."""
+
+
+def _passing_number() -> _Unchecked | None:
+    """Return a number with which the check passes that the code is running, ``assert x.max().item() < n``; None where
+    the number is read by something else."""
+    code, at = _instructions(_asking_frame())
+    above = 0  # the values on the stack above the number
+    for place in range(at + 1, len(code)):
+        one = code[place]
+        if one.opname == "COMPARE_OP":
+            passes = _way_past(code, place + 1) if above <= 1 else None
+            return None if passes is None else _Unchecked(passes)
+        reads_number = not above and one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
+        above += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if reads_number or above < 1 or not one.opname.startswith(_OPERANDS):
+            return None
+    return None
+
+
+def _asking_frame() -> Any:
+    frame: Any = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    if frame.f_code is _detect_is_causal_mask.__code__:
-        return False  # torch asks whether it may leave the mask out
+    return frame
+
+
+def _instructions(frame: Any) -> tuple[list[dis.Instruction], int]:
+    """Return the instructions of a frame's code, and the place of the one that it is at."""
     code = [*dis.get_instructions(frame.f_code)]
-    at = next((at for at, one in enumerate(code) if one.offset == frame.f_lasti), len(code)) - 1
-    jump = next((one for one in code[at + 1 : at + 4] if one.opname.startswith("POP_JUMP")), None)
-    between = code[at + 1 : code.index(jump)] if jump is not None else []
+    return code, next((at for at, one in enumerate(code) if one.offset == frame.f_lasti), len(code))
+
+
+def _way_past(code: Sequence[dis.Instruction], at: int) -> bool | None:
+    """Return the truth value, made at an instruction, with which a jump there goes past an error; None where it decides
+    something else."""
+    jump = next((one for one in code[at : at + 3] if one.opname.startswith("POP_JUMP")), None)
+    between = code[at : code.index(jump)] if jump is not None else []
     if jump is None or not all(one.opname in ("CALL", "PRECALL", "TO_BOOL") for one in between):
         return None
-    if frame.f_code is _detect_is_causal_mask.__code__:
-        return False  # torch asks whether it may leave the mask out
     jumps, stays = _raises(code, jump.argval), _raises(code, code[code.index(jump) + 1].offset)
     return jump.opname.endswith("TRUE") is stays if jumps != stays else None
 

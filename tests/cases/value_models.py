@@ -52,6 +52,18 @@ def _checks(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _checked_numbers(m: Any, h: Tensor) -> Tensor:
+    assert h.max().item() <= h.size(1) + 1, "too large"
+    assert -h.size(1) < h.min().item()
+    if h.abs().max().item() > m.a.weight.shape[0]:
+        raise ValueError("too large")
+    return h
+
+
+def _compared_number(m: Any, h: Tensor) -> Tensor:
+    return h * 2 if h.max().item() > 0.5 else h
+
+
 def _branch(m: Any, h: Tensor) -> Tensor:
     return h * 2 if h.sum() > 0 else h
 
@@ -116,7 +128,9 @@ KINDS: dict[str, tuple[Make, Compute]] = {
     "flag": (_flags, _flag),
     "flag that a step sets": (_unset, _flag),
     "checks": (_nothing, _checks),
+    "checks of numbers": (_nothing, _checked_numbers),
     "branch": (_nothing, _branch),
+    "branch on a number": (_nothing, _compared_number),
     "mask": (_mask, lambda m, h: m.c(h[:, m.keep])),
     "mask that is written": (_rows, _put),
     "frequencies": (_frequencies, lambda m, h: h * m.freqs),

@@ -36,7 +36,8 @@ _TOKENS = "input x int64 [B, 8] as {}\ninput targets int64 [B, 8]"
 _RANKS, _SPLIT = "mesh dp=2\nshard x, targets [B/dp, ...]", "mesh tp=2\ncolumn a over tp\nrow b over tp"
 _CLASSES = "mesh tp=2\nvocab embed, head over tp pad"
 _REFUSED = {
-    "flag that a step sets": "P0202", "branch": "P0202", "poisson": "P0221", "gamma": "P0221", "generator": "P0232",
+    "flag that a step sets": "P0202", "branch": "P0202", "branch on a number": "P0202",
+    "poisson": "P0221", "gamma": "P0221", "generator": "P0232",
     "outside by strides": "P0205",
 }  # fmt: skip
 _DRAWN = list(models.KINDS)[list(models.KINDS).index("randint") :]
