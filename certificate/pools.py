@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from .layers import Labels, each_of
@@ -22,6 +22,16 @@ def _spread(c: Call, x: Value, leaves: Sequence[Value], back: bool = False) -> V
     dims = range(len(leaves))
     rows: list[Labels] = [[*labels, *((one, at) for at in dims)], *([("from", at), ("to", at)] for at in dims)]
     return c.tensors.product([x, *leaves], rows, [*labels, *((other, at) for at in dims)])
+
+
+Shares = Callable[[Call], list[Value]]
+
+
+def _enter(ops: Sequence[str], shares: Shares, of_gradient: Shares) -> None:
+    """Enter operators that spread entries, and those that put gradients back; both say how much of each is where."""
+    row(*(f"{op}.default" for op in ops))(lambda c: _spread(c, c.args[0], shares(c)))
+    slope(*(f"{op}.default" for op in ops))(lambda c, g, y: [_spread(c, g, shares(c), back=True)])
+    row(*(f"{op}_backward.default" for op in ops))(lambda c: _spread(c, c.args[0], of_gradient(c), back=True))
 
 
 def _rank(c: Call) -> int:
@@ -50,43 +60,21 @@ def _averages(c: Call, shape: Sequence[int], facts: Sequence[Any]) -> list[Value
     return leaves
 
 
-@row("aten.avg_pool2d.default", "aten.avg_pool3d.default")
-def _(c: Call) -> Value:
-    return _spread(c, c.args[0], _averages(c, c.args[0].shape, c.args[1:]))
-
-
-@slope("aten.avg_pool2d.default", "aten.avg_pool3d.default")
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_spread(c, g, _averages(c, c.args[0].shape, c.args[1:]), back=True)]
-
-
-@row("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
-def _(c: Call) -> Value:
-    g, x = c.args[:2]
-    return _spread(c, g, _averages(c, x.shape, c.args[2:]), back=True)
-
-
 def _adaptive(c: Call, here: Sequence[int], there: Sequence[int]) -> list[Value]:
     """Return the share of each entry in each average of as many windows as the result has entries."""
     return [c.tensors.leaf("adaptive average", (size, out)) for size, out in zip(here, there, strict=True)]
 
 
-@row("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
-def _(c: Call) -> Value:
-    x, sizes = c.args
-    return _spread(c, x, _adaptive(c, x.shape[-len(sizes) :], sizes))
-
-
-@slope("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    x, sizes = c.args
-    return [_spread(c, g, _adaptive(c, x.shape[-len(sizes) :], sizes), back=True)]
-
-
-@row("aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default")
-def _(c: Call) -> Value:
-    (g, x), rank = c.args, _rank(c)
-    return _spread(c, g, _adaptive(c, x.shape[-rank:], g.shape[-rank:]), back=True)
+_enter(
+    ("aten.avg_pool2d", "aten.avg_pool3d"),
+    lambda c: _averages(c, c.args[0].shape, c.args[1:]),
+    lambda c: _averages(c, c.args[1].shape, c.args[2:]),
+)
+_enter(
+    ("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d"),
+    lambda c: _adaptive(c, c.args[0].shape[-_rank(c) :], c.args[1]),
+    lambda c: _adaptive(c, c.args[1].shape[-_rank(c) :], c.args[0].shape[-_rank(c) :]),
+)
 
 
 # ---- samplings: images of other sizes
@@ -109,22 +97,14 @@ def _sampled(c: Call, here: Sequence[int], there: Sequence[int], at: int) -> lis
     ]
 
 
-@row(*(f"{op}.default" for op in _SAMPLINGS))
-def _(c: Call) -> Value:
-    return _spread(c, c.args[0], _sampled(c, c.args[0].shape, c.args[1], 2))
-
-
-@slope(*(f"{op}.default" for op in _SAMPLINGS))
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_spread(c, g, _sampled(c, c.args[0].shape, c.args[1], 2), back=True)]
-
-
-@row(*(f"{op}_backward.default" for op in _SAMPLINGS))
-def _(c: Call) -> Value:
+def _sampled_back(c: Call) -> list[Value]:
     g, there, here = c.args[:3]
     if g.shape != (*here[:2], *there):
         raise Refused(f"a gradient of {list(g.shape)} is put back from {list(there)} to {list(here)}")
-    return _spread(c, g, _sampled(c, here, there, 3), back=True)
+    return _sampled(c, here, there, 3)
+
+
+_enter(_SAMPLINGS, lambda c: _sampled(c, c.args[0].shape, c.args[1], 2), _sampled_back)
 
 
 # ---- pads by entries of the value itself
@@ -144,20 +124,7 @@ def _around(c: Call, here: Sequence[int], pad: Sequence[int]) -> list[Value]:
     ]
 
 
-@row(*(f"{op}.default" for op in _PADS))
-def _(c: Call) -> Value:
-    return _spread(c, c.args[0], _around(c, c.args[0].shape, c.args[1]))
-
-
-@slope(*(f"{op}.default" for op in _PADS))
-def _(c: Call, g: Value, y: Value) -> Gradients:
-    return [_spread(c, g, _around(c, c.args[0].shape, c.args[1]), back=True)]
-
-
-@row(*(f"{op}_backward.default" for op in _PADS))
-def _(c: Call) -> Value:
-    g, x, pad = c.args
-    return _spread(c, g, _around(c, x.shape, pad), back=True)
+_enter(_PADS, lambda c: _around(c, c.args[0].shape, c.args[1]), lambda c: _around(c, c.args[1].shape, c.args[2]))
 
 
 # ---- the largest entries of windows

@@ -355,7 +355,7 @@ def share(t: Tensors, g: Value, x: Value, other: Item, lost: str) -> Value:
     return t.times(_plus(t, 1, gone, -1), split)
 
 
-_ROW = re.compile(r"([\w.]+)\((.*?)\)(?: -> (\w+))? = ([^~]+?)(?: ~ (.+))?")
+_ROW = re.compile(r"([\w.]+(?:{[\w,]+})?)\((.*?)\)(?: -> (\w+))? = ([^~]+?)(?: ~ (.+))?")
 FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 WHOLE = ("bool", "u8", "i8", "i16", "i32", "i64")
 """Types of whole numbers, each with all numbers of those before it (but ``i8``)."""
@@ -449,10 +449,15 @@ _ALTERNATIVES: dict[str, list[_Alternative]] = {}
 
 
 def _enter(text: str) -> None:
-    """Enter a line of rows.txt."""
+    """Enter a line of rows.txt; ``aten.ne.{Scalar,Tensor}`` are two operators."""
     match = _ROW.fullmatch(text)
     if match is None:
         raise ValueError(f"rows.txt: `{text}` is no row")
+    base, braces, each = match[1].partition("{")
+    if braces:
+        for name in each.removesuffix("}").split(","):
+            _enter(text.replace(match[1], f"{base}{name}", 1))
+        return
     op, meaning = match[1], expression(ast.parse(match[4], mode="eval").body)
     parameters = _Parameters(op, match[2], match[3])
     alternatives = _ALTERNATIVES.setdefault(op, [])
