@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from . import FORMAT
 from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
 from .describe import describe
 from .letters import DivideAxis
@@ -49,10 +50,13 @@ def certify(folder: Path) -> Proof:
     """Prove that the build in a folder computes what its model says, and its evaluation too.
 
     Raises:
-        Refused: it does not, or the checker has no rule for a part of it.
+        Refused: it does not, or the checker has no rule for a part of it, or reads builds of another format.
     """
     texts = read_texts(folder)
-    return certify_texts(texts, read_manifest(texts))
+    manifest = read_manifest(texts)
+    if (have := manifest.get("format")) != FORMAT:
+        raise Refused(f"the build is of format {have}, and this checker reads format {FORMAT}: build the plan again")
+    return certify_texts(texts, manifest)
 
 
 def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:

@@ -190,8 +190,9 @@ ONLY_READ = {
 }
 """Commands of followed pages that take seconds, and the tests that do the same."""
 
-MEASURED = re.compile(r"error \S+|^seconds.*|(?<=[a-z])_\d+\b", re.MULTILINE)
-"""The parts that another machine, or another torch, prints otherwise: rounding, seconds, numbers in names of values."""
+MEASURED = re.compile(r"error \S+|^seconds.*|(?<=[a-z])_\d+\b|(?<=version )\d+\.[0-9a-f]{6}\b", re.MULTILINE)
+"""The parts that another machine, torch or checker prints otherwise: rounding, seconds, numbers in names of values, and
+the hash in the checker's version."""
 
 
 def walk(page: str, python: bool = True) -> Iterator[str]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from certificate import FORMAT
 from certificate.step import certify, certify_texts
 from certificate.text import Refused
+from parc.compiler.build import directory
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import files_of, manifest_of
 from parc.compiling.driver import compile_plan
@@ -28,7 +30,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
-    (folder / "manifest.json").write_text(json.dumps(manifest_of(compiled)), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps({**manifest_of(compiled), "format": FORMAT}), encoding="utf-8")
     return folder
 
 
@@ -92,6 +94,16 @@ def test_roles_of_which_the_same_is_proved_are_told_once(tmp_path: Path) -> None
         "pp3: the loss, 3 gradients, the norm",
         "pp4: the loss, 0 gradients, the norm",
     ]
+
+
+def test_a_build_of_another_format_is_refused(build: Path, tmp_path: Path) -> None:
+    before = edited(build, tmp_path, "manifest.json", f'"format": {FORMAT}', f'"format": {FORMAT - 1}')
+    with pytest.raises(Refused, match=f"of format {FORMAT - 1}, and this checker reads format {FORMAT}"):
+        certify(before)
+
+
+def test_the_checker_reads_the_format_that_parc_writes() -> None:
+    assert FORMAT == directory.FORMAT
 
 
 def test_a_parameter_split_over_an_axis_that_no_rank_has_is_refused(build: Path, tmp_path: Path) -> None:
