@@ -30,10 +30,10 @@ COLUMNS = ("family", "plan", "verified", "collectives a step", "bytes a rank a s
 ABOUT = """# Families under plans
 
 Written by `make families`: the tiny models of `tests/family_models.py` (two layers, four heads, two heads of keys and
-values; batch 8 in 2 microbatches, float32) under the plans that parc ships. *Verified* is every check of a build, and
-that all tensors of all ranks lie in memory as their types say; gathers are those that no line asked for. Collectives
-and bytes are those of a step. The errors are the largest relative ones of three steps of all ranks in float64 against
-the captured model.
+values; batch 8 in 2 microbatches, float32) under the plans that parc ships. *Verified* is every check of a build, its
+certificate too, and that all tensors of all ranks lie in memory as their types say; gathers are those that no line
+asked for. Collectives and bytes are those of a step. The errors are the largest relative ones of three steps of all
+ranks in float64 against the captured model.
 
 """
 
@@ -52,6 +52,8 @@ def row(name: str, dp: int, tp: int) -> tuple[str, ...]:
         return name, title, f"no: {first.code.name} {first.message}", "", "", "", "", ""
     if checked.faults:
         return name, title, f"no: {checked.faults[0]}", "", "", "", "", ""
+    if missing := checked.certificate.missing:
+        return name, title, f"no: not certified: {missing}", "", "", "", "", ""
     if wrong := strided_after_a_step(compiled):
         return name, title, f"no: {', '.join(wrong)} in another order than its type's", "", "", "", "", ""
     gathers = len([w for w in warnings_of(compiled) if w.message.startswith(("all_gather", "all_to_all"))])
