@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .letters import Maps
 from .meaning import Table, Value
-from .nodes import MOST_LOOKED, Look, Seen
+from .nodes import MOST_LOOKED, Equals, Look, Seen
 
 _MOST_TEMPLATES = 16
 """The most templates of one operator and operands that are read in one way."""
@@ -39,6 +39,7 @@ class Template(NamedTuple):
     steps: list[_Step]
     facts: list[tuple[int, Hashable]]
     parts: list[tuple[int, int, Maps]]
+    equals: list[tuple[int, Equals]]
     results: Any
 
     def nodes(self, table: Table, nodes: list[int]) -> list[int] | None:
@@ -66,6 +67,8 @@ class Template(NamedTuple):
                 return None
         if len(set(nodes)) < len(nodes) or not all(table.agree(nodes[place], fact) for place, fact in self.facts):
             return None
+        if not all(table.equals[nodes[place]] == groups for place, groups in self.equals):
+            return None
         for part, whole, maps in self.parts:
             table.keep_whole(nodes[part], nodes[whole], maps)
         return nodes
@@ -79,6 +82,7 @@ class Template(NamedTuple):
         }
         seen.parts = {(nodes[part], nodes[whole], maps): None for part, whole, maps in self.parts}
         seen.agreed = {(nodes[place], fact): None for place, fact in self.facts}
+        seen.equals = {(nodes[place], groups): None for place, groups in self.equals}
         return seen
 
 
@@ -139,11 +143,12 @@ def _template(table: Table, seen: Seen, places: dict[int, int], results: Results
         leaf = at if shape < 0 else None
         steps.append(_Step(places.setdefault(at, len(places)), shape, operands, table.looks[at], leaf))
     count, values = len(places), _with_places(results, places)
-    if len(places) > count or not {at for at, _ in seen.agreed} <= places.keys():
+    if len(places) > count or not {at for at, _ in (*seen.agreed, *seen.equals)} <= places.keys():
         return None
     facts = [(places[at], fact) for at, fact in seen.agreed]
     parts = [(places[part], places[whole], maps) for part, whole, maps in seen.parts]
-    return Template(looks, steps, facts, parts, values)
+    equals = [(places[at], groups) for at, groups in seen.equals]
+    return Template(looks, steps, facts, parts, equals, values)
 
 
 def frozen(item: Any) -> Hashable:

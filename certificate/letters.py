@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import isfinite
 from typing import Any, NamedTuple
@@ -98,6 +100,18 @@ def replaced(index: Affine, here: Affine, letter: Letter) -> Affine:
 def rank_of(letter: Letter) -> tuple[bool, str]:
     """Return by what letters are ordered: axes come last."""
     return isinstance(letter, str), str(letter)
+
+
+def in_order(maps: Maps, groups: Sequence[Sequence[int]], rank: Callable[[Letter], Any]) -> Maps:
+    """Return maps in which the loops of each group are indexed in order, by the ranks of letters."""
+    result = list(maps)
+    for group in groups:
+        indices = sorted(
+            [maps[at] for at in group], key=lambda index: (index[0], [(stride, rank(key)) for key, stride in index[1]])
+        )
+        for at, index in zip(group, indices, strict=True):
+            result[at] = index
+    return tuple(result)
 
 
 class Instead(dict[Letter, Affine]):
@@ -210,20 +224,28 @@ def numbered(
     inside: frozenset[Letter],
     alone: Sequence[Letter],
     keep: Sequence[Letter],
+    equals: Sequence[Sequence[Sequence[int]]],
 ) -> tuple[tuple[Read, ...], list[Letter], list[Letter]]:
-    """Return the reads in an order, with letters numbered as they are first read, and these letters."""
+    """Return the reads in an order, with letters numbered as they are first read, and these letters. Reads with groups
+    of loops that may be exchanged are numbered last, each group in the order of the numbers that its letters have."""
     entry, within = dict.fromkeys(alone), dict.fromkeys(keep)
-    for at in order:
-        for row in terms[at]:
+    maps = [
+        tuple([(offset, tuple(row)) for (offset, _), row in zip(read.maps, rows, strict=True)])
+        for read, rows in zip(reads, terms, strict=True)
+    ]
+    for at in (*(at for at in order if not equals[at]), *(at for at in order if equals[at])):
+        if equals[at]:
+            known = defaultdict(lambda: sys.maxsize, {key: index for index, key in enumerate((*entry, *within))})
+            maps[at] = in_order(maps[at], equals[at], known.__getitem__)
+        for _, row in maps[at]:
             for letter, _ in row:
                 (within if letter in inside else entry).setdefault(letter)
     numbers = {letter: index for index, letter in enumerate((*entry, *within))}
     encoded = []
     for at in order:
-        maps = []
-        for (offset, _), row in zip(reads[at].maps, terms[at], strict=True):
-            maps.append((offset, tuple([(numbers[letter], stride) for letter, stride in row])))
-        encoded.append(Read(reads[at].coefficient, reads[at].node, tuple(maps)))
+        rows = tuple([(offset, tuple([(numbers[key], stride) for key, stride in row])) for offset, row in maps[at]])
+        rows = in_order(rows, equals[at], int)
+        encoded.append(Read(reads[at].coefficient, reads[at].node, rows))
     return tuple(encoded), list(entry), list(within)
 
 

@@ -130,11 +130,14 @@ class Table(Places):
         by them. Other letters that nothing is read by are no part of the node."""
         inside = frozenset(inner)
         keep = list(keep)
+        reads = [self.straight(read) for read in reads]
         groups, terms = joined_letters(reads, inside, sizes, self.mesh, keep)
         order: Sequence[int] = range(len(reads))
         if commutes and len(reads) > 1:
             order = order_of(reads, terms, groups, inside, alone, keep)
-        encoded, entry, within = numbered(reads, terms, order, inside, alone, keep)
+        encoded, entry, within = numbered(
+            reads, terms, order, inside, alone, keep, [self.equals[read.node] for read in reads]
+        )
         lead = encoded[0].coefficient if op == "sum" else 1
         if lead != 1:
             encoded = tuple(r._replace(coefficient=reduced(Fraction(r.coefficient) / lead)) for r in encoded)
@@ -166,8 +169,7 @@ class Table(Places):
             coefficient *= read.coefficient
             node = self.node(read.node)
             if node.op == "product" and not node.inner:
-                index = dict(enumerate(read.maps))
-                stack.extend(Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
+                stack += self.inside(read, node)
             elif read.node != self.one:
                 factors.append(read if read.coefficient == 1 else read._replace(coefficient=1))
         if not coefficient:
@@ -198,7 +200,7 @@ class Table(Places):
         self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: frozenset[int]
     ) -> Read:
         """Return the product of factors that are no products themselves, summed over letters that some of them have."""
-        pieces = [read.node for read in factors if self.look(read.node)[2]] if self.in_pieces else []
+        pieces = [r.node for r in factors if self.look(r.node)[2] and r.node != self.delta] if self.in_pieces else []
         for at, read in enumerate(factors):
             node = self.node(read.node)
             if node.op not in ("sum", "product") or read.node in closed:
@@ -207,13 +209,13 @@ class Table(Places):
             if (pieces == [read.node] and len(factors) > 1) or self.touches(read, summed, sizes):
                 if node.op == "sum" and not self._in_pieces(read, summed):
                     continue
-                rest, index = factors[:at] + factors[at + 1 :], dict(enumerate(read.maps))
+                rest = factors[:at] + factors[at + 1 :]
                 if node.op == "sum" and (whole := self._rejoined(factors, at, summed, sizes)) is not None:
                     return self.product(1, *whole)
                 if node.op == "sum":
-                    terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
+                    terms = self.inside(read, node)
                     return self.sum([self.product(1, [*rest, term], sizes, summed) for term in terms], sizes)
-                reads, inside, more = self._opened(node, index, sizes, summed)
+                reads, inside, more = self.opened(node, dict(enumerate(read.maps)), sizes, summed)
                 return self.product(1, rest + reads, inside, more)
         coefficient: Number = 1
         left = set(summed)
@@ -250,10 +252,9 @@ class Table(Places):
             node = self.node(read.node)
             coefficient *= read.coefficient
             if node.op == "product" and not node.inner:
-                index = dict(enumerate(read.maps))
-                factors.extend(Read(1, r.node, substitute(r.maps, index)) for r in node.reads)
+                factors += self.inside(read, node)
             elif read.node != self.one:
-                factors.append(read._replace(coefficient=1))
+                factors.append(self.straight(read._replace(coefficient=1)))
         coefficient = reduced(coefficient)
         factors = self._cancelled(factors)
         if not coefficient or not factors:
@@ -289,12 +290,11 @@ class Table(Places):
             (read,) = factors
             node, index = self.node(read.node), dict(enumerate(read.maps))
             if node.op == "sum":
-                terms = [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
-                return self.sum([self.product(1, [term], sizes, over) for term in terms], sizes)
+                return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
             if node.op == "product":
-                return self.product(1, *self._opened(node, index, sizes, over))
+                return self.product(1, *self.opened(node, index, sizes, over))
             if node.op == "squares":
-                squared, sizes_inside, squared_over = self._opened(node, index, sizes, over)
+                squared, sizes_inside, squared_over = self.opened(node, index, sizes, over)
                 return self.squares(squared[0], sizes_inside, squared_over)
         else:
             counts: dict[Letter, int] = {}
@@ -332,7 +332,7 @@ class Table(Places):
         """Return the nodes of a product and of its factors, as which it is read where it has no sum."""
         return {product.node, *(read.node for read in self.node(product.node).reads)}
 
-    def _opened(
+    def opened(
         self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
     ) -> tuple[list[Read], dict[Letter, int], set[Letter]]:
         """Return what a product with summed letters reads, with fresh letters for these."""
@@ -359,20 +359,17 @@ class Table(Places):
         node, maps, _ = self.make("squares", (), [read._replace(coefficient=1)], sizes, inner)
         return Read(times, node, maps)
 
-    def sum(self, terms: Iterable[Read], sizes: Mapping[Letter, int]) -> Read:
-        """Return a sum of reads in normal form."""
+    def sum(self, terms: Iterable[Read], sizes: Mapping[Letter, int], apart: bool = True) -> Read:
+        """Return a sum of reads in normal form; not ``apart`` where terms are joined already."""
         total: dict[tuple[int, Maps], Number] = {}
         stack = list(terms)
         while stack:
             read = self.part(stack.pop(), sizes) if self.in_pieces else stack.pop()
             node = self.node(read.node)
             if node.op == "sum":
-                index = dict(enumerate(read.maps))
-                stack.extend(
-                    Read(read.coefficient * r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads
-                )
+                stack.extend(r._replace(coefficient=read.coefficient * r.coefficient) for r in self.inside(read, node))
             elif read.coefficient:
-                key = read.node, read.maps
+                key = read.node, self.straight(read).maps
                 total[key] = total.get(key, 0) + read.coefficient
         reads = [Read(reduced(c), at, maps) for (at, maps), c in total.items() if c]
         if not reads:
@@ -385,10 +382,29 @@ class Table(Places):
             return self._pure(
                 1, [*(read for read in dict.fromkeys(self.common(reads[0])) if read in common), rest], sizes
             )
+        if apart and len(each := [term for read in reads for term in self._apart(read, sizes)]) > len(reads):
+            return self.sum(each, sizes)
         if len(joined := self._joined(reads, sizes)) < len(reads):
-            return self.sum(joined, sizes)
+            return self.sum(joined, sizes, apart=False)
         at, maps, lead = self.make("sum", (), reads, sizes, commutes=True)
         return Read(lead, at, maps)
+
+    def _apart(self, read: Read, sizes: Mapping[Letter, int]) -> list[Read]:
+        """Return the terms of a term that is a sum behind what all its terms have in common: other terms may have it
+        too. What would be joined again stays."""
+        node = self.node(read.node)
+        if node.op != "product" or node.inner:
+            return [read]
+        factors = self.inside(read, node)
+        sums = [r for r in factors if self.node(r.node).op == "sum"]
+        others = [r for r in factors if r not in sums]
+        if len(sums) != 1 or not all(self.common(r) for r in others):
+            return [read]
+        joined = any(r.node == self.delta or self.node(r.node).op == "exp" for r in others)
+        if joined and not self.look(sums[0].node)[2]:
+            return [read]
+        terms = self.inside(sums[0], self.node(sums[0].node))
+        return [self._pure(read.coefficient, [*others, term], sizes) for term in terms]
 
     def _joined(self, reads: Sequence[Read], sizes: Mapping[Letter, int]) -> list[Read]:
         """Return terms in which those are one that identity matrices place alike, and those of the same exponentials
@@ -419,7 +435,7 @@ class Table(Places):
         node, (_, compared, piece) = self.node(read.node), self.look(read.node)
         if node.op != "product" or not (piece or not (node.inner or compared)):
             return ([], [], ()), sizes
-        factors, sizes, inner = self._opened(node, dict(enumerate(read.maps)), sizes, set())
+        factors, sizes, inner = self.opened(node, dict(enumerate(read.maps)), sizes, set())
         if not piece:
             known = [r for r in factors if self.node(r.node).op in ("exp", "inverse")]
             known = known if any(self.node(r.node).op == "exp" for r in known) else []
@@ -427,7 +443,7 @@ class Table(Places):
         for factor in list(factors):
             if (node := self.node(factor.node)).op == "product" and self.look(factor.node)[2]:
                 factors.remove(factor)
-                more, sizes, inner = self._opened(node, dict(enumerate(factor.maps)), sizes, inner)
+                more, sizes, inner = self.opened(node, dict(enumerate(factor.maps)), sizes, inner)
                 factors += more
         letters = dict.fromkeys(
             k for r in factors if r.node == self.delta for _, terms in r.maps for k, _ in terms if k in inner
@@ -436,18 +452,9 @@ class Table(Places):
         sizes |= {name: sizes[letter] for letter, name in names.items()}
         inside |= inner - letters.keys()
         there = Instead({letter: (0, ((name, 1),)) for letter, name in names.items()})
-        factors = [r._replace(maps=substitute(r.maps, there)) for r in factors]
+        factors = [self.straight(r._replace(maps=substitute(r.maps, there))) for r in factors]
         marks = [r for r in factors if r.node == self.delta]
         return (marks, [r for r in factors if r.node != self.delta], tuple(names.values())), sizes
-
-    def unnamed(self, read: Read, sizes: Mapping[Letter, int]) -> Read:
-        """Return a read whose sum, or that of a factor, has the terms of named sums in the place of these: what is
-        added up in another order has other names."""
-        node = self.node(read.node)
-        if node.op == "product" and not node.inner:
-            factors = [self.unnamed(r, sizes) for r in self.inside(read, node)]
-            return self._scaled(self._pure(1, factors, sizes), read.coefficient)
-        return self.sum(self.terms(read), sizes) if node.op == "sum" else read
 
     def terms(self, read: Read) -> Iterator[Read]:
         """Yield the terms of a sum, and those of named sums among them."""
@@ -463,7 +470,7 @@ class Table(Places):
     def inside(self, read: Read, node: Node) -> list[Read]:
         """Return what a node reads, by the letters by which it is read."""
         index = dict(enumerate(read.maps))
-        return [Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads]
+        return [self.straight(Read(r.coefficient, r.node, substitute(r.maps, index))) for r in node.reads]
 
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single
@@ -471,19 +478,17 @@ class Table(Places):
         node = self.node(read.node)
         if node.op != "product" or node.inner:
             outside = node.op not in ("one", "sum") and (not node.sizes or read.node == self.delta)
-            return (read._replace(coefficient=1),) if outside else ()
-        factors = [r for r in node.reads if not r.maps or r.node == self.delta]
-        index = dict(enumerate(read.maps)) if factors else {}
-        return tuple(Read(1, r.node, substitute(r.maps, index)) for r in factors)
+            return (self.straight(read._replace(coefficient=1)),) if outside else ()
+        return tuple(r for r in self.inside(read, node) if not r.maps or r.node == self.delta)
 
     def without(self, read: Read, factors: Collection[Read], sizes: Mapping[Letter, int]) -> Read:
         """Return a read without one of each of these factors."""
         if not factors:
             return read
-        node, index = self.node(read.node), dict(enumerate(read.maps))
+        node = self.node(read.node)
         if node.op != "product" or node.inner:
             return Read(read.coefficient, self.one, ())
-        rest = [Read(1, r.node, substitute(r.maps, index)) for r in node.reads]
+        rest = self.inside(read, node)
         for factor in factors:
             rest.remove(factor)
         return self._pure(read.coefficient, rest, sizes)
@@ -568,11 +573,10 @@ class Table(Places):
         self._count()
         index = dict(enumerate(read.maps))
         if node.op == "sum":
-            terms = (Read(r.coefficient, r.node, substitute(r.maps, index)) for r in node.reads)
-            return self.sum([self.part(term, sizes) for term in terms], sizes)
+            return self.sum([self.part(term, sizes) for term in self.inside(read, node)], sizes)
         if node.op == "product":
             return self._settled(
-                *self._opened(node, index, sizes, set()),
+                *self.opened(node, index, sizes, set()),
                 lambda reads, sizes, over: self.product(1, [self.part(r, sizes) for r in reads], sizes, over),
             )
         shared = {letter for r in node.reads for _, terms in r.maps for letter, _ in terms}
@@ -585,7 +589,7 @@ class Table(Places):
         alone = {loop: self.fresh() for loop in range(len(node.sizes)) if loop not in shared}
         index.update((loop, (0, ((letter, 1),))) for loop, letter in alone.items())
         lengths = {**sizes, **{letter: node.sizes[loop] for loop, letter in alone.items()}}
-        reads, lengths, over = self._opened(node, index, lengths, set())
+        reads, lengths, over = self.opened(node, index, lengths, set())
         ordered_letters = [letter for letter in lengths if letter in over]
         place = Instead({letter: read.maps[loop] for loop, letter in alone.items()})
 

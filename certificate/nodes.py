@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .letters import Affine, Maps, Number, Read
+from .letters import Affine, Instead, Maps, Number, Read, in_order, substitute
 
 MOST_LOOKED = 1000
 """The most nodes that a computation looks at whose result is known for other nodes that look the same."""
 MOST_TERMS = 6
 """The number of terms from which sums of a model get names."""
+
+
+_COMMUTING = "sum", "product"
 
 
 class Node(NamedTuple):
@@ -32,12 +36,14 @@ Look = tuple[int, frozenset[int], bool]
 """The look of a node: the number of its shape, the loops that identity matrices compare, and whether it is a product
 with an identity matrix, which may stand in one of its factors, or a sum of such products. Beside it, the numbers of
 what the node reads are seen, but no name of a leaf."""
+Equals = tuple[tuple[int, ...], ...]
+"""Groups of a node's loops that may be exchanged: both of ``a[i] * a[j]``."""
 
 
 class Seen:
     """A record of what a computation has seen of a table, and made in it."""
 
-    __slots__ = ("agreed", "deep", "looked", "made", "parts")
+    __slots__ = ("agreed", "deep", "equals", "looked", "made", "parts")
 
     def __init__(self) -> None:
         self.looked: dict[int, None] = {}
@@ -45,6 +51,8 @@ class Seen:
         self.made: dict[tuple[int, int, tuple[int, ...]], None] = {}
         """Nodes, each with the number of its shape and what it reads; -1 for the leaves that rows name."""
         self.agreed: dict[tuple[int, Hashable], None] = {}
+        self.equals: dict[tuple[int, Equals], None] = {}
+        """Nodes with their loops that may be exchanged."""
         self.parts: dict[tuple[int, int, Maps], None] = {}
         """Nodes that were found to be parts of others, with these and their places."""
         self.deep = False
@@ -57,6 +65,7 @@ class Seen:
             self.looked.update(other.looked)
             self.made.update(other.made)
             self.agreed.update(other.agreed)
+            self.equals.update(other.equals)
             self.parts.update(other.parts)
 
 
@@ -68,6 +77,7 @@ class Nodes:
         """All nodes. What computes asks `node` for one."""
         self.looks: list[Look] = []
         """The look of each node."""
+        self.equals: list[Equals] = []
         self._shapes: dict[Hashable, int] = {}
         self._known_shapes: list[Shape] = []
         self._index: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -104,6 +114,7 @@ class Nodes:
             pieces = [self.looks[operand][2] for operand in operands]
             piece = op == "delta" or (any(pieces) if op == "product" else all(pieces) if op == "sum" else False)
             self.looks.append((shape, self._compared(op, len(sizes), reads), piece))
+            self.equals.append(((0, 1),) if op == "delta" else self._exchanged(op, sizes, reads))
             if self.naming and op == "sum" and len(operands) >= MOST_TERMS and not piece:
                 at = self._leaf("named sum", sizes, at)
             self._index[shape, operands] = at
@@ -113,7 +124,7 @@ class Nodes:
 
     def commutes(self, shape: int) -> bool:
         """Return whether the operands of a shape stand in the order of their numbers."""
-        return self._known_shapes[shape][0] in ("sum", "product")
+        return self._known_shapes[shape][0] in _COMMUTING
 
     def leaf(self, name: str, sizes: Sequence[int], args: Hashable = ()) -> int:
         """Return the node of a tensor that is read from outside, with a loop for each of its dims."""
@@ -127,6 +138,7 @@ class Nodes:
         if at == len(self.nodes):
             self.nodes.append(Node(name, args, sizes, (), ()))
             self.looks.append((self._shape("leaf", (), sizes, (), ()), frozenset(), False))
+            self.equals.append(())
         return at
 
     def node(self, at: int) -> Node:
@@ -140,6 +152,13 @@ class Nodes:
         if self.seen is not None:
             self.seen.looked[at] = None
         return self.looks[at]
+
+    def straight(self, read: Read) -> Read:
+        """Return a read in which loops that may be exchanged are read in order: ``a[j] * a[i]`` is ``a[i] * a[j]``."""
+        groups = self.equals[read.node]
+        if self.seen is not None and len(read.maps) > 1:
+            self.seen.equals[read.node, groups] = None
+        return read._replace(maps=in_order(read.maps, groups, str)) if groups else read
 
     def whole(self, at: int) -> tuple[int, Maps] | None:
         """Return the node of which a node is a part, and where, by the loops of the part, if that is known."""
@@ -168,3 +187,25 @@ class Nodes:
         for read in reads:
             indices += read.maps if read.node == self.delta else [read.maps[at] for at in self.looks[read.node][1]]
         return frozenset(letter for _, terms in indices for letter, _ in terms if letter in range(loops))
+
+    def _exchanged(self, op: str, sizes: tuple[int, ...], reads: Sequence[Read]) -> Equals:
+        """Return the groups of loops of which each two may be exchanged, as what the node reads is the same then."""
+        used = [{letter for _, terms in read.maps for letter, _ in terms} for read in reads]
+        loops = {at for letters in used for at in letters if at < len(sizes)}
+        groups: list[list[int]] = []
+        for loop in sorted(loops):
+            for group in groups:
+                if sizes[group[0]] == sizes[loop] and self._alike(op, reads, group[0], loop):
+                    group.append(loop)
+                    break
+            else:
+                groups.append([loop])
+        return tuple([tuple(group) for group in groups if len(group) > 1])
+
+    def _alike(self, op: str, reads: Sequence[Read], one: int, other: int) -> bool:
+        there = Instead({one: (0, ((other, 1),)), other: (0, ((one, 1),))})
+        before, after = (
+            [r._replace(maps=in_order(maps, self.equals[r.node], str)) for r, maps in zip(reads, each, strict=True)]
+            for each in ([r.maps for r in reads], [substitute(r.maps, there) for r in reads])
+        )
+        return Counter(before) == Counter(after) if op in _COMMUTING else before == after

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import FORMAT
 from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest, read_texts, sizes_text
-from .describe import describe
+from .equal import describe
 from .letters import DivideAxis
 from .meaning import Table, Value
 from .own import read_own

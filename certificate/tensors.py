@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+from .equal import equal
 from .letters import (
     Affine,
     Divide,
     DivideAxis,
+    Instead,
     Letter,
     Number,
     Read,
@@ -295,8 +297,7 @@ class Tensors:
         if (size, step) == (whole, 1):
             return value
         read, dims, sizes = self.table.letters(value)
-        letters = dims[dim]
-        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
+        letters, index = dims[dim], Instead()
         inner, begin = whole, start
         kept: list[Letter] = []
         for at, letter in enumerate(letters):
@@ -395,15 +396,11 @@ class Tensors:
         names = [list(range(len(one.dims)))] * 2
         reads, letters, sizes = self.bind([one, other], names)
         dims: Dims = [letters[name] for name in names[0]]
-        while reads[0] != reads[1]:
+        while True:
             try:
-                parts = [self.table.part(read, sizes) for read in reads]
-                return parts[0] == parts[1] or self.table.unnamed(parts[0], sizes) == self.table.unnamed(
-                    parts[1], sizes
-                )
+                return equal(self.table, reads[0], reads[1], sizes)
             except Divide as request:
                 reads, dims, sizes = divided(request, reads, dims, sizes)
-        return True
 
     # ---- ranks that count in reverse: which place ``~cp`` is depends on the part of a dim that it stands in
 
@@ -573,9 +570,8 @@ class Tensors:
         read, dims, sizes = self.table.letters(value)
         letters = [("part", at) for at in range(len(parts))]
         sizes.update(zip(letters, parts, strict=True))
-        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
-        index.update(zip(dims[dim], _spread(value.dims[dim], letters, sizes), strict=True))
-        ranks: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for letter in letters}
+        index = Instead(zip(dims[dim], _spread(value.dims[dim], letters, sizes), strict=True))
+        ranks = Instead()
         at, dims[dim] = 0, []
         for size, name in atoms:
             first, inner = at, 1
@@ -591,7 +587,7 @@ class Tensors:
                 raise DivideAxis(axis, (*known[:where], *parts[first:at], *known[where + 1 :]))
             else:
                 ranks[letters[first]] = (0, ((name, 1),))
-        maps = substitute(substitute(read.maps, index), {**index, **ranks})
+        maps = substitute(substitute(read.maps, index), ranks)
         return self.settled(
             [read._replace(maps=maps)], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes)
         )
@@ -616,17 +612,22 @@ class Tensors:
         of ``outer`` parts."""
         if not isinstance(outer, int):
             return self._by_stretch(value, dim, outer, lambda part: self.gathered(part, axes, dim, 1))
+        ranks, read, dims, sizes = self._among(value, axes, dim, outer)
+        index = Instead({name: (0, ((("rank", name), 1),)) for _, name in ranks})
+        return self.table.value(read._replace(maps=substitute(read.maps, index)), dims, sizes)
+
+    def _among(
+        self, value: Value, axes: Sequence[str], dim: int, outer: int
+    ) -> tuple[list[tuple[int, str]], Read, list[list[Letter]], dict[Letter, int]]:
+        """Return the ranks of axes, and a read of a value with letters for each rank's place in a dim."""
         ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
         outer = abs(outer)
         value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
         read, dims, sizes = self.table.letters(value)
         self._demand_ranks(read, sizes, ranks, dims[dim])
-        index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for row in dims for letter in row}
-        for size, name in ranks:
-            sizes["rank", name] = size
-            index[name] = (0, ((("rank", name), 1),))
+        sizes.update((("rank", name), size) for size, name in ranks)
         dims[dim : dim + 2] = [[*dims[dim], *(("rank", name) for _, name in ranks), *dims[dim + 1]]]
-        return self.table.value(read._replace(maps=substitute(read.maps, index)), dims, sizes)
+        return ranks, read, dims, sizes
 
     def kept(self, value: Value, axes: Sequence[str], dim: int, outer: int | Sequence[int]) -> Value:
         """Return the part of a dim that a rank of some axes has: of every one of ``outer`` parts its share."""
@@ -644,16 +645,8 @@ class Tensors:
         """Return a value with the entries of this rank in their place among those of all, and zeros elsewhere."""
         if not isinstance(outer, int):
             return self._by_stretch(value, dim, outer, lambda part: self.padded(part, axes, dim, 1))
-        ranks = self.ranks([f"~{axis}" if outer < 0 else axis for axis in axes])
-        outer = abs(outer)
-        value = self.reshape(value, (*value.shape[:dim], outer, value.shape[dim] // outer, *value.shape[dim + 1 :]))
-        read, dims, sizes = self.table.letters(value)
-        self._demand_ranks(read, sizes, ranks, dims[dim])
-        marks = []
-        for size, name in ranks:
-            sizes["rank", name] = size
-            marks.append(Read(1, self.table.delta, ((0, ((("rank", name), 1),)), (0, ((name, 1),)))))
-        dims[dim : dim + 2] = [[*dims[dim], *(("rank", name) for _, name in ranks), *dims[dim + 1]]]
+        ranks, read, dims, sizes = self._among(value, axes, dim, outer)
+        marks = [Read(1, self.table.delta, ((0, ((("rank", name), 1),)), (0, ((name, 1),)))) for _, name in ranks]
         return self.settled([*marks, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes))
 
     def over(self, value: Value, axes: Sequence[str]) -> Value:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from .letters import Affine, Letter, number
+from .letters import Instead, number
 from .meaning import Value
 from .rows import FLOATS, ROWS, WHOLE, Call, Gradients, demand_type, demand_whole, like, listed, row, slope
 from .tensors import Tensors
@@ -382,9 +382,7 @@ def flip(t: Tensors, x: Value, dims: Sequence[int]) -> Value:
     """Return a value with the entries of some dims in reverse."""
     _, letters, sizes = t.table.letters(x)
     gone = {letter for dim in listed(dims, len(x.dims)) for letter in letters[dim]}
-    index = {
-        letter: (sizes[letter] - 1, ((letter, -1),)) if letter in gone else (0, ((letter, 1),)) for letter in sizes
-    }
+    index = Instead({letter: (sizes[letter] - 1, ((letter, -1),)) for letter in gone})
     return t.view(x, letters, index, sizes)
 
 
@@ -557,8 +555,7 @@ def _(c: Call) -> Value:
     _, dims, sizes = t.table.letters(x)
     if len(dims[dim]) != 1:
         raise Refused(f"{c.line.op} of a dim of {x.dims[dim]} has no rule")
-    index: dict[Letter, Affine] = {letter: (0, ((letter, 1),)) for letter in sizes}
-    index[dims[dim][0]] = (0, ((("at", 0), step), (("at", 1), 1)))
+    index = Instead({dims[dim][0]: (0, ((("at", 0), step), (("at", 1), 1)))})
     dims[dim] = [("at", 0)]
     return t.view(x, [*dims, [("at", 1)]], index, {**sizes, ("at", 0): count, ("at", 1): size})
 

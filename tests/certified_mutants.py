@@ -57,6 +57,7 @@ BUILDS = (
     "gpt dp=2, zero 3, bf16, offloaded",
     "two stages",
     "four stages on two ranks",
+    "windows, dp=2, a sample a rank",
 )
 """The builds that are changed, by their names in ``planted_builds`` and ``planted_pipelines``."""
 

@@ -245,6 +245,20 @@ PLANS[CONTEXT_BUILDS[0]] = ("tests", _CONTEXT.format("window", "dp=1, cp=3", "zi
 PLANS[CONTEXT_BUILDS[1]] = ("tests", _CONTEXT.format("causal", "dp=2, cp=2", "ring"))
 MOODY_BUILD = "batch norm, dp=2, tp=2"
 PLANS[MOODY_BUILD] = ("tests", PLAN.replace("\neval\n", "\n") + EVALUATED_PLANS["dp, tp"])
+WINDOWS = "windows, dp=2, a sample a rank"
+PLANS[WINDOWS] = (
+    "tests",
+    """\
+model "./window_models.py:Net"
+input x float32 [B, 4, 4, 4]
+sizes B=4
+loss "./window_models.py:square_and_mean"(output)
+optimizer sgd lr 0.1
+mesh dp=2
+shard x [B/dp, _, _, _]
+schedule microbatches 2
+""",
+)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 PLANS[OFFLOADED] = (
     "examples",

@@ -15,6 +15,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import files_of, manifest_of
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from tests.planted_builds import WINDOWS, compiled_plan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -94,6 +95,25 @@ def test_roles_of_which_the_same_is_proved_are_told_once(tmp_path: Path) -> None
         "pp3: the loss, 3 gradients, the norm",
         "pp4: the loss, 0 gradients, the norm",
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(slice_11, [2/dp, 2, 4, 4], 2, 1, 4, 2)", "(slice_11, [2/dp, 2, 4, 4], 2, 0, 4, 2)"),
+        ("(slice_10, [2/dp, 2, 4, 4]", "(slice_9, [2/dp, 2, 4, 4]"),
+        ("(slice_backward_1, slice_backward_3)", "(slice_backward_1, slice_backward_1)"),
+    ],
+    ids=["another place", "another window", "a window twice"],
+)
+def test_windows_and_two_means_of_one_sample_a_rank_are_proved(old: str, new: str) -> None:
+    compiled = compiled_plan(WINDOWS)
+    texts, manifest = files_of(compiled), manifest_of(compiled)
+    assert certify_texts(texts, manifest).lines == ["stage0: the loss, 10 gradients, the norm"]
+    text = texts["programs/stage0.B.py"]
+    assert old in text
+    with pytest.raises(Refused, match=r"is not what model\.py says"):
+        certify_texts({**texts, "programs/stage0.B.py": text.replace(old, new)}, manifest)
 
 
 def test_a_build_of_another_format_is_refused(build: Path, tmp_path: Path) -> None:

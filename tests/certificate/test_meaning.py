@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from certificate.alike import Alike
-from certificate.letters import Affine, DivideAxis, Letter, Read
+from certificate.letters import Affine, DivideAxis, Letter, Read, number
 from certificate.meaning import Table, Value
 from certificate.tensors import Tensors
 from certificate.text import Mesh, Refused, read_type
@@ -467,6 +467,69 @@ def test_what_is_placed_alike_is_one_term(in_pieces: bool) -> None:
         read, _, sizes = t.table.letters(value)
         places = dict(zip(sizes, grid(list(sizes.values())), strict=True))
         torch.testing.assert_close(numbers.at(read, places).reshape(8, 2), expected)
+
+
+def test_what_all_terms_have_in_common_stands_apart_where_other_terms_lack_it() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    s, a, b, c = (piece(t, name, text) for name, text in zip("sabc", ("f32[]", *["f32[4]"] * 3), strict=True))
+    first = t.plus(t.times(s, t.plus(a, b)), c)
+    assert first == t.plus(t.times(s, a), t.plus(t.times(s, b), c))
+    assert first == t.plus(t.times(s, b), t.plus(c, t.times(s, a)))
+    assert first != t.plus(t.times(s, a), b, c)
+    assert first != t.plus(t.times(s, t.plus(a, b)), c, by=(2, 1))
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_windows_may_be_placed_in_any_order(in_pieces: bool) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.in_pieces = in_pieces
+    parts = {(i, j): piece(t, f"x{i}{j}", "f32[3]") for i in range(2) for j in range(2)}
+
+    def placed(at: tuple[int, int], there: tuple[int, int]) -> Value:
+        row = t.place(t.unsqueeze(parts[at], 0), 0, there[1], 2)
+        return t.place(t.unsqueeze(row, 0), 0, there[0], 2)
+
+    every = t.plus(*(placed(at, at) for at in parts))
+    in_pairs = t.plus(
+        t.plus(placed((1, 0), (1, 0)), placed((1, 1), (1, 1))), t.plus(*(placed(p, p) for p in list(parts)[:2]))
+    )
+    assert t.canonical(every, in_pairs)
+    turned = t.transpose(t.plus(*(placed(at, at[::-1]) for at in parts)), 0, 1)
+    assert t.canonical(every, turned)
+    assert not t.canonical(every, t.plus(*(placed(at, at[::-1]) for at in parts)))
+    assert not t.canonical(every, t.plus(*(placed(at, (1 - at[0], at[1])) for at in parts)))
+
+
+def test_loops_that_may_be_exchanged_are_read_in_one_order() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    a, b, y = (piece(t, name, text) for name, text in (("a", "f32[6]"), ("b", "f32[6]"), ("y", "f32[6, 6]")))
+    same, other = (t.product([a, each], [[0], [1]], [0, 1]) for each in (a, b))
+    for value, may in ((same, True), (t.pointwise("sin", [same]), True), (other, False), (t.plus(same, a), False)):
+        turned = t.transpose(value, 0, 1)
+        assert t.canonical(t.plus(value, turned), t.scaled(value, 2)) == may
+        assert t.canonical(t.times(value, y), t.times(turned, y)) == may
+        assert t.canonical(t.times(value, y), t.times(value, t.transpose(y, 0, 1))) is False
+
+
+def test_sums_in_another_order_are_equal_and_no_multiple_of_them_is() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    c, w, x, z = (
+        piece(t, name, text)
+        for name, text in (("c", "f32[3/cp]"), ("w", "f32[4]"), ("x", "f32[3/cp, 4]"), ("z", "f32[3/cp]"))
+    )
+    inside = t.reshape(t.product([w, x], ["i", "bi"], "b"), (1,))
+    total = t.plus(t.total(t.times(c, inside), [0]), t.total(z, [0]))
+    by_rank = t.over(total, ["cp"])
+    c, w, x, z = (
+        piece(t, name, text) for name, text in (("c", "f32[3]"), ("w", "f32[4]"), ("x", "f32[3, 4]"), ("z", "f32[3]"))
+    )
+    terms = t.product([c, w, x], ["b", "i", "bi"], ""), t.total(z, [0])
+    assert t.canonical(by_rank, t.plus(*terms))
+    for wrong in ((1.0005, 1), (1, 1.0005), (1.0005, 1.0005), (1, 0), (1, -1)):
+        assert not t.canonical(by_rank, t.plus(*terms, by=[number(each) for each in wrong]))
+        assert not t.canonical(t.plus(*terms, by=[number(each) for each in wrong]), by_rank)
+    assert not t.canonical(t.scaled(by_rank, number(1.0005)), t.plus(*terms))
+    assert not t.canonical(by_rank, t.plus(t.product([w, x, x], ["i", "bi", "bi"], ""), terms[1]))
 
 
 # ---- orders of what commutes
