@@ -143,6 +143,25 @@ def test_an_estimate_of_a_structure_is_the_price_of_the_compiled_plan(
     assert memory == pytest.approx(exactly, rel=0.03)
 
 
+def test_estimates_count_the_buckets_of_each_size_of_the_weights() -> None:
+    sizes = "layers=12, width=2048, heads=16, vocab=8192, length=128"
+    text = SHALLOW.replace("layers=1, width=32, heads=2, vocab=64, length=8", sizes)
+    text = text.replace("tp=1 | 2, zero=0 | 1", "tp=2 | 8, zero=1").replace("B=8, S=8", "B=64, S=128")
+    text += "column blocks.*.attn.qkv over tp rows (3 h/tp d)\nrow blocks.*.attn.out over tp\n"
+    text += "vocab embed, head over tp\n"
+    plan, cluster = opened(text), find_cluster("h100-sxm")
+    example, prices = plan.example()[1], ExactPrices(EXAMPLES, cluster)
+    layers = counted_layers(example, EXAMPLES)
+    assert layers is not None
+    estimator = Estimator(plan, example, layers, cluster, keep_order=True)
+    sized = [(choice, estimator.sizes_of(choice)) for choice in plan.choices(64)]
+    estimates, _ = estimator.estimates(estimator.key_of(*sized[0]), sized)
+    assert [one.choice["tp"] for one in estimates] == ["2", "8"]
+    for one in estimates:
+        exact = prices.price(one.choice, plan.read(estimator.closed(one)), keep_order=True)
+        assert isinstance(exact, PricedPlan) and one.figures.seconds == pytest.approx(exact.figures.seconds, rel=0.01)
+
+
 def test_structures_are_compiled_once_for_all_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def figures(text: str, cluster: str) -> tuple[float, int]:
         plan = opened(text, pp="1", tp="1", m="1", schedule="1f1b", chunks="1", zero="1", again="none")

@@ -56,6 +56,8 @@ _PRIMES = (17, 19, 23, 29, 31, 37, 41)
 _MICROBATCHES = 4
 """The microbatches of a structure with a pipeline."""
 _MOST_WORKERS = 16
+_BUCKETS = 4
+"""The buckets of a block from which on their number is nearly that of its bytes."""
 _FEWEST = 16
 """The fewest choices for which structures are worth their compilation."""
 
@@ -119,8 +121,8 @@ class Estimator:
     keep_order: bool = False
     cache: BuildCache = field(default_factory=BuildCache.of_user)
     _captures: dict[int, Captures] = field(default_factory=dict)
-    _splitting: tuple[str, ...] | None = None
-    """The axes over which weights are split as they are computed with, once a structure has shown them."""
+    _splitting: dict[str, bool] = field(default_factory=dict)
+    """Whether weights are split over an axis as they are computed with, for those of the structures so far."""
 
     @classmethod
     def serves(cls, plan: OpenPlan, example: Plan) -> bool:
@@ -221,20 +223,38 @@ class Estimator:
             dims = {dim for one in shorts for type_ in one.build.types.values() for dim in type_.shape}
             if all(dim % samples for dim in dims if dim):
                 break
-        if self._splitting is None:
-            storing = {self.pipe, *(line.axis.text for line in self.example.zero)}
-            placed = [type_.placement.items() for type_ in shorts[0].build.types.values()]
-            axes = {axis for items in placed for axis, kind in items if isinstance(kind, Split)}
-            self._splitting = tuple(axes - storing)
+        storing = {self.pipe, *(line.axis.text for line in self.example.zero)}
+        placed = [type_.placement.items() for type_ in shorts[0].build.types.values()]
+        split = {axis for items in placed for axis, kind in items if isinstance(kind, Split)}
+        self._splitting.update((axis, axis in split - storing) for axis in key.several)
         return Structure(shorts, samples)
 
-    def _shrink(self, key: StructureKey, choices: Sequence[SizedChoice]) -> float:
-        """Return by how much the weights of most of these choices are smaller than those of their structure."""
-        if self._splitting is None:
+    def _by_weights(
+        self, key: StructureKey, choices: Sequence[SizedChoice]
+    ) -> Iterator[tuple[float, Sequence[SizedChoice]]]:
+        """Yield choices with the factor by which their weights are smaller than those of their structure. Where a block
+        fills several buckets, all together with that of most: some more or fewer buckets change little.
+
+        Raises:
+            PlanError: the structure is no plan.
+        """
+        if not self._splitting.keys() >= {*key.several}:
             self.structure(key)
-        assert self._splitting is not None
-        free = [axis for axis in self._splitting if axis in key.several and axis not in dict(key.fixed)]
-        return float(np.median([math.prod(dict(sizes.axes)[axis] / 2 for axis in free) for _, sizes in choices]))
+        free = [axis for axis in key.several if self._splitting[axis] and axis not in dict(key.fixed)]
+        shrinks = [math.prod(dict(sizes.axes)[axis] / 2 for axis in free) for _, sizes in choices]
+        if self._block_bytes / (max(shrinks) * 2 ** len(free)) > _BUCKETS * self.example.bucket:
+            yield float(np.median(shrinks)), choices
+            return
+        for shrink in dict.fromkeys(shrinks):
+            yield shrink, [choice for choice, own in zip(choices, shrinks, strict=True) if own == shrink]
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        """The bytes of a block's weights."""
+        recorded, _, _ = self._captured(self.layers.unlike + SHORT[0]).at(at_largest(self.example))
+        block = self.layers.name(self.layers.unlike) + "."
+        named = recorded.module.named_parameters()
+        return sum(weight.numel() * weight.element_size() for name, weight in named if name.startswith(block))
 
     def _plan(self, key: StructureKey, prime: int, shrink: float = 1.0) -> tuple[Plan, int]:
         """Return the plan of a structure, and the samples of its microbatches: so many for each of its ranks.
@@ -309,10 +329,20 @@ class Estimator:
     def estimates(self, key: StructureKey, choices: Sequence[SizedChoice]) -> tuple[list[Estimate], list[Rejection]]:
         """Return the estimates of choices of one structure, one for each order of the mesh that is another; and those
         that do not fit, with the reason."""
+        estimates, rejections = list[Estimate](), list[Rejection]()
         try:
-            structure = self.structure(key, self._shrink(key, choices))
+            for shrink, members in self._by_weights(key, choices):
+                more, others = self._estimates(key, self.structure(key, shrink), members)
+                estimates += more
+                rejections += others
         except PlanError as error:
             return [], [(choice, rejected(error)) for choice, _ in choices]
+        return estimates, rejections
+
+    def _estimates(
+        self, key: StructureKey, structure: Structure, choices: Sequence[SizedChoice]
+    ) -> tuple[list[Estimate], list[Rejection]]:
+        """Return the estimates of choices from one structure's programs, and those that do not fit."""
         orders = {axes: [*self._placed(structure, axes)] for axes in dict.fromkeys(sizes.axes for _, sizes in choices)}
         places = [_Place(axes, microbatches, order, links)
                   for axes, microbatches in dict.fromkeys(sizes[:2] for _, sizes in choices)
@@ -466,9 +496,8 @@ def each_structure(
     if workers <= 1:
         yield from ((len(members), *estimator.estimates(key, members)) for key, members in structures.items())
         return
-    first, *_ = structures
-    with suppress(PlanError):
-        estimator.structure(first)  # its captured model is shared
+    with suppress(PlanError):  # the captured model is shared, and over which axes weights are split
+        estimator.structure(max(structures, key=lambda key: len(key.several)))
     _shared = estimator, [*structures.items()]
     with multiprocessing.get_context("fork").Pool(workers, _begin) as pool:
         yield from pool.imap_unordered(_of_shared, range(len(structures)))
