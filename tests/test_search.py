@@ -176,8 +176,9 @@ def test_structures_are_compiled_once_for_all_searches(tmp_path: Path, monkeypat
 
     seconds, memory = figures(DEEP, "h100-sxm")
     builds = {file.name for file in tmp_path.iterdir()}
-    for file in tmp_path.iterdir():
-        file.write_bytes(file.read_bytes()[:-40])  # a disk was full
+    for at, file in enumerate(tmp_path.iterdir()):
+        content = file.read_bytes()  # a disk was full, or wrote something else
+        file.write_bytes(content[:-40] if at else content[:99] + bytes(99) + content[198:])
     assert figures(DEEP, "h100-sxm") == (seconds, memory)
     with monkeypatch.context() as without_compiler:
         without_compiler.setattr("parc.searching.estimates.compile_with", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class BuildCache:
             return compile_it().build
         key = sha256("\0".join([compiler_hash(), parc.__version__, torch.__version__, *parts]).encode()).hexdigest()
         file = self.folder / f"{key[:32]}.gz"
-        with suppress(OSError, EOFError, ValueError, KeyError, TypeError):
+        with suppress(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
             files, manifest = json.loads(gzip.decompress(file.read_bytes()))
             build = Build.of(home, files, manifest, {})
             file.touch()
