@@ -195,7 +195,7 @@ class TensorType:
     def local(self, mesh: Mesh) -> Shape:
         """Shape of one rank's piece; of a sweep each dim has the sizes of all its meshes."""
         if isinstance(mesh, SizeSweep):
-            return mesh.local(self)
+            return mesh.local(self, self.shape, lambda dim: [axis for _, axis in self.placement.splits(dim)])
         return _local_shape(self.shape, self.placement, mesh)
 
     def local_bytes(self, mesh: Mesh) -> int:

@@ -8,18 +8,15 @@ also that of other numbers of ranks, as long as no pass chose otherwise because 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .mesh import Mesh
-
-if TYPE_CHECKING:
-    from .placement import TensorType
 
 Lanes = NDArray[np.float64]
 """Numbers, one for each of the sizes of a sweep."""
@@ -78,7 +75,7 @@ class SizeSweep(Mesh):
     """The axes over which parameters are stored in parts: these go along another dim where one does not divide."""
     short: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     uneven: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
-    _local: dict[TensorType, tuple[Any, ...]] = field(default_factory=dict)
+    _local: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return id(self)
@@ -90,11 +87,11 @@ class SizeSweep(Mesh):
         size = self._sizes.get(axis)
         return math.prod(self.size(part) for part in self.parts(axis)) if size is None else size
 
-    def local(self, type_: TensorType) -> tuple[Any, ...]:
-        """Return the sizes of a rank's part of a tensor."""
+    def local(self, type_: Hashable, shape: Sequence[int], axes: Callable[[int], Sequence[str]]) -> tuple[Any, ...]:
+        """Return the sizes of a rank's part of a tensor, whose dims are split over some ``axes`` each; computed once
+        for each type."""
         if type_ not in self._local:
-            axes = ([axis for _, axis in type_.placement.splits(dim)] for dim in range(len(type_.shape)))
-            self._local[type_] = tuple(map(self._dim, type_.shape, axes))
+            self._local[type_] = tuple(self._dim(size, axes(dim)) for dim, size in enumerate(shape))
         return self._local[type_]
 
     def one(self, at: int) -> SizeSweep:

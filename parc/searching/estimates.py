@@ -122,7 +122,7 @@ class Estimator:
     cache: BuildCache = field(default_factory=BuildCache.of_user)
     _captures: dict[int, Captures] = field(default_factory=dict)
     _splitting: dict[str, bool] = field(default_factory=dict)
-    """Whether weights are split over an axis as they are computed with, for those of the structures so far."""
+    """The axes of the structures so far, each True where weights are split over it as they are computed with."""
 
     @classmethod
     def serves(cls, plan: OpenPlan, example: Plan) -> bool:
