@@ -131,9 +131,8 @@ class Expanded:
             return
         self.sources.append(source)
         closed = substitute(statements, defines, arguments, open_arguments)
-        unread_lets = any(
-            _begins_with_let(one) for one in malformed
-        )  # their names are no mistakes of those who use them
+        # the names of a `let` that cannot be read are no mistakes of those who use them
+        unread_lets = any(map(_begins_with_let, malformed))
         self.diagnostics += malformed
         self.diagnostics += (one for one in closed.diagnostics if not (unread_lets and one.code == UNDEFINED_NAME))
         self.uses += closed.uses

@@ -246,7 +246,7 @@ class Estimator:
             yield float(np.median(shrinks)), choices
             return
         for shrink in dict.fromkeys(shrinks):
-            yield shrink, [choice for choice, own in zip(choices, shrinks, strict=True) if own == shrink]
+            yield shrink, [choice for choice, factor in zip(choices, shrinks, strict=True) if factor == shrink]
 
     @cached_property
     def _block_bytes(self) -> int:
