@@ -3,29 +3,42 @@ and by two at once."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import platform
+import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from parc.compiler.clock.cluster import rate_of_size
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.program.text import parse_program
 from parc.grammar.bounded import read_bounded, read_json
 from parc.grammar.scratch import scratch
+from parc.runtime.backends.distributed import Distributed
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.machine.execute import Machine
+from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.ranks.parents import end_with_parent
 
-_REPEATS, _MOST_REPEATS, _BUDGET_S, _LEAST_S = 7, 60, 0.4, 2e-3
-"""The runs of a probe, of which the fastest counts: the least number, the most, and the seconds after which no more are
-made; and the least time of a run, for which a line is repeated."""
+_REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.2, 64
+"""The runs of a probe in each round, of which the fastest counts: the least number, the most, and the seconds after
+which no more are made; and the most copies of a line in a run."""
+_ROUNDS = 2
+"""The rounds in which one rank alone and two at once are measured in turn."""
 _SHAPES = ((256, 256, 256), (512, 512, 512), (1024, 128, 512), (256, 2048, 128), (1024, 512, 64), (512, 512, 2048),
-           (1024, 1024, 1024))  # fmt: skip
+           (1024, 1024, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 256))  # fmt: skip
 """The products that are measured: rows, columns, inner dim."""
 _SIZES = tuple(1 << power for power in (10, 13, 15, 17, 19, 21, 23))
 """The entries of the sums that are measured, of three tensors each."""
@@ -33,6 +46,11 @@ _ENTRIES = 1 << 18
 """The entries of other operators."""
 _ON_DEVICE = 16
 """The factor by which a GPU gets more entries, as it has more to keep busy."""
+_COLD = 1 << 27
+"""The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache: between two
+runs of a line, a step reads all of its weights and activations."""
+_EXPERTS = 8
+"""The experts of the grouped product that is measured."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
 """The entries of collectives: latency, and two sizes for the bandwidth."""
 
@@ -47,16 +65,29 @@ class TimedLine:
     types: str
     results: int = 1
 
-    def text(self, mesh: str, count: int) -> str:
-        """Return a program that has the line so many times."""
-        head = [f'    {name}: "{type_}",  # input {name}' for name, type_ in self.operands.items()]
-        names = [", ".join(f"y{at}_{place}" for place in range(self.results)) for at in range(count)]
-        lines = [f"    {name} = {self.line}  # {self.types} | - -" for name in names]
-        last = names[-1].split(", ")[0]
-        return "\n".join([
-            '"""parc program: role stage0, action F"""', "", f"mesh({mesh})", "", "", "def forward(", *head, "):",
-            *lines, "    return {", f'        "output y": {last},', "    }", "",
-        ])  # fmt: skip
+    def copy(self, at: int) -> TimedLine:
+        """Return the line with operands of its own: their names end in a number."""
+        words = re.compile(rf"\b({'|'.join(self.operands)})\b(?=[,)\]])")
+        operands = {f"{name}{at}": type_ for name, type_ in self.operands.items()}
+        return replace(self, operands=operands, line=words.sub(rf"\g<1>{at}", self.line))
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """Return the bytes of its operands and results on one rank."""
+        types = [*self.operands.values(), *self.types.split("; ")]
+        return sum(parse_type(text, mesh).local_bytes(mesh) for text in types)
+
+
+def program_text(mesh: str, lines: Sequence[TimedLine]) -> str:
+    """Return a program of lines, each with operands of its own. It returns the first result of each."""
+    copies = [line.copy(at) for at, line in enumerate(lines)]
+    names = [[f"y{at}_{place}" for place in range(line.results)] for at, line in enumerate(copies)]
+    return "\n".join([
+        '"""parc program: role stage0, action F"""', "", f"mesh({mesh})", "", "", "def forward(",
+        *(f'    {name}: "{type_}",  # input {name}' for line in copies for name, type_ in line.operands.items()), "):",
+        *(f"    {', '.join(made)} = {line.line}  # {line.types} | - -"
+          for made, line in zip(names, copies, strict=True)),
+        "    return {", *(f'        "output {made[0]}": {made[0]},' for made in names), "    }", "",
+    ])  # fmt: skip
 
 
 def _unary(name: str, line: str, entries: int, kind: str = "f32") -> TimedLine:
@@ -124,6 +155,21 @@ def operator_probes(entries: int) -> Iterator[TimedLine]:
     )  # fmt: skip
 
 
+def mixed_probes() -> Iterator[TimedLine]:
+    """Yield lines of 64 entries as a block of a transformer has them, forward and backward: half of them are views."""
+    square, row = "f32[8, 8]", "f32[64]"
+    views = (("reshape.default(x, [64])", row), ("reshape.default(x, [1, 8, 8])", "f32[1, 8, 8]"),
+             ("transpose.int(x, 0, 1)", square), ("t.default(x)", square))  # fmt: skip
+    for line, type_ in views * 2:
+        yield TimedLine("view", {"x": square}, f"aten.{line}", type_)
+    yield from (product_probe((8, 8, 8), "f32"), product_probe((8, 8, 8), "f32"), sum_probe(64))
+    yield TimedLine("sum", {"x": square}, "aten.sum.dim_IntList(x, [0], True)", "f32[1, 8]")
+    yield TimedLine("cat", {"x": square, "z": square}, "aten.cat.default([x, z], -1)", "f32[8, 16]")
+    names = "gelu", "gelu_backward", "native_layer_norm", "native_layer_norm_backward"
+    yield from (probe for probe in operator_probes(64) if probe.name in names)
+    yield from attention_probes(1, 1, 8, 8)
+
+
 def message_probes(entries: int) -> Iterator[TimedLine]:
     """Yield the probes of collectives over two ranks, whose whole tensor has so many entries."""
     rows = entries // 64
@@ -141,30 +187,19 @@ class Bench:
     """The bench of one rank among those that measure at once."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
-        from parc.compiler.layout.mesh import Mesh
-
         self.rank, self.world, self.device = rank, world, device
         self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
 
-    def seconds(self, probe: TimedLine) -> float:
-        """Return the least time of a line."""
-        from parc.compiler.program.text import parse_program
-        from parc.runtime.backends.distributed import Distributed
-        from parc.runtime.backends.in_process import InProcess
-        from parc.runtime.machine.execute import Machine
-
-        count = 1
-        while True:
-            program = parse_program(probe.text(str(self.mesh), count))
-            backend: Any = InProcess(self.mesh)
-            if self.world > 1:
-                backend = Distributed(self.mesh, [program], self.rank, self.device)
-            machine = Machine(program, backend, self.device, reuse=True)
-            values = {value.name: self._tensor(value) for value in program.main.parameters}
-            best = self.fastest(lambda: self._once(machine, values))  # noqa: B023
-            if best >= _LEAST_S or count >= 256:
-                return best / count
-            count = min(256, max(2 * count, math.ceil(1.2 * count * _LEAST_S / max(best, 1e-6))))
+    def seconds(self, *lines: TimedLine) -> float:
+        """Return the least time of lines, each with other operands whenever it runs."""
+        count = min(_MOST_COPIES, math.ceil(_COLD / sum(line.local_bytes(self.mesh) for line in lines)))
+        program = parse_program(program_text(str(self.mesh), lines * count))
+        backend: Any = InProcess(self.mesh)
+        if self.world > 1:
+            backend = Distributed(self.mesh, [program], self.rank, self.device)
+        machine = Machine(program, backend, self.device, reuse=True)
+        values = {value.name: self._tensor(value) for value in program.main.parameters}
+        return self.fastest(lambda: self._once(machine, values)) / count
 
     def fastest(self, once: Callable[[], float]) -> float:
         """Return the least time of several runs, of the slower rank: all ranks make equally many."""
@@ -200,7 +235,8 @@ def figures(bench: Bench) -> dict[str, Any]:
     """Return the times of all probes on this rank."""
     more = 1 if bench.device.type == "cpu" else _ON_DEVICE
     kinds = ("f32", "bf16")
-    call = bench.seconds(sum_probe(64))
+    mixed = tuple(mixed_probes())
+    call = bench.seconds(*mixed) / len(mixed)
     batch, heads, length, size = 4 * more, 8, 256, 64
     forward, backward = (bench.seconds(probe) for probe in attention_probes(batch, heads, length, size))
     work = 2 * batch * heads * length * length * size  # multiply-adds of the scores and of the weighted sum
@@ -211,9 +247,9 @@ def figures(bench: Bench) -> dict[str, Any]:
                      for kind in kinds},
         "sums": [(12 * size_, bench.seconds(sum_probe(size_))) for size_ in (s * more for s in _SIZES)],
         "attention": [work, forward, backward],
-        "operators": {probe.name: (_bytes_of(probe), bench.seconds(probe))
+        "operators": {probe.name: (probe.local_bytes(bench.mesh), bench.seconds(probe))
                       for probe in operator_probes(_ENTRIES * more)},
-        "entries": _ENTRIES * more, "update": _update(bench, more),
+        "entries": _ENTRIES * more, "update": _update(bench, more), "grouped": _grouped(bench, more),
     }  # fmt: skip
     if bench.world > 1:
         result["messages"] = {
@@ -224,13 +260,25 @@ def figures(bench: Bench) -> dict[str, Any]:
     return result
 
 
-def _bytes_of(probe: TimedLine) -> int:
-    """Return the bytes of a probe's operands and results."""
-    from parc.compiler.layout.mesh import Mesh
-    from parc.compiler.layout.placement import parse_type
+def _grouped(bench: Bench, more: int) -> tuple[int, int, float]:
+    """Return the multiply-adds of a product over the packed rows of experts, its bytes, and its least time."""
+    tokens, size = 2048 * more, 512
+    chosen = torch.zeros(_EXPERTS, tokens, dtype=torch.bool, device=bench.device)
+    for at in range(_EXPERTS):
+        chosen[at, at::_EXPERTS] = True
+    rows = [torch.randn(tokens, size, device=bench.device) for _ in range(_EXPERTS)]
+    weights = [torch.randn(_EXPERTS, size, size, device=bench.device) for _ in range(_EXPERTS)]
+    product = KERNELS["parc.expert_linear.default"]
 
-    types = [*probe.operands.values(), *probe.types.split("; ")]
-    return sum(parse_type(text, Mesh()).local_bytes(Mesh()) for text in types)
+    def once() -> float:
+        bench._wait()
+        begin = time.perf_counter()
+        for packed, weight in zip(rows, weights, strict=True):
+            product(None, packed, chosen, weight, False, 1)
+        bench._wait()
+        return (time.perf_counter() - begin) / _EXPERTS
+
+    return tokens * size * size, 4 * (2 * tokens * size + _EXPERTS * size * size), bench.fastest(once)
 
 
 def _update(bench: Bench, more: int) -> tuple[int, float]:
@@ -297,8 +345,26 @@ def _taken(bench: Bench) -> float:
 # ---- processes
 
 
-def measured(ranks: int, device: str) -> dict[str, Any]:
-    """Measure with so many processes at once; what the first one found."""
+def measured(ranks: Sequence[int], device: str) -> list[Any]:
+    """Return the figures of this machine for each number of processes at once.
+
+    They are measured in turn, twice, and of each the least counts: a machine that others use too is slow for minutes.
+    """
+    rounds = [[_figures_of(count, device) for count in ranks] for _ in range(_ROUNDS)]
+    return [functools.reduce(_least, in_turn) for in_turn in zip(*rounds, strict=True)]
+
+
+def _least(one: Any, other: Any) -> Any:
+    """Return the figures of which each number is the lesser of two."""
+    if isinstance(one, dict):
+        return {key: _least(one[key], other[key]) for key in one}
+    if isinstance(one, list):
+        return [_least(*pair) for pair in zip(one, other, strict=True)]
+    return min(one, other)
+
+
+def _figures_of(ranks: int, device: str) -> dict[str, Any]:
+    """Measure with so many processes at once; the figures of the first one."""
     from parc.runtime.launch.launch import KEEP_MEMORY
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -351,14 +417,14 @@ def work(ranks: int, device: str, store: str, out: str, parent: int, rank: int) 
 # ---- the file
 
 
-def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any] | None, device: str) -> str:
+def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any] | None = None, *, device: str) -> str:
     """Return the text of a cluster's file, from the measurements of one rank and, if there are any, of two at once."""
     shared = several if device == "cpu" else None
     links = several["messages"] if several is not None else None
     memory = _memory(device)
     rows = [
         f"# {_machine(device)}, measured by `parc cluster measure` with torch {torch.__version__}: the fastest of"
-        f" at least {_REPEATS} runs of each.",
+        f" at least {_ROUNDS * _REPEATS} runs of each.",
         f'name = "{name}"',
         f'about = "{_machine(device)}"',
         f'kind = "{device}"',
@@ -383,13 +449,16 @@ def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any
 
 def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: int) -> list[str]:
     """Return the sections of a device: peaks, products, memory, and operators."""
-    peaks, ramps, errors = {}, {}, {}
-    for kind, shapes in found["products"].items():
-        peaks[kind], ramps[kind], errors[kind] = _fit(shapes, found["call"])
-    words = {"f32": "fp32", "bf16": "bf16"}
     call, rate = found["call"], _rate(found)
-    work, forward, backward = found["attention"]
     table = [(size, size / (seconds - call)) for size, seconds in found["sums"] if seconds > 2 * call]
+    words = {"f32": "fp32", "bf16": "bf16"}
+    fits = {
+        kind: fitted_products(found["products"][kind], size, call, table) for kind, size in (("f32", 4), ("bf16", 2))
+    }
+    fit, peak = fits["f32"], fits["f32"].peak
+    work, forward, backward = found["attention"]
+    packed, packed_bytes, grouped = found["grouped"]
+    grouped -= call + fit.reading * packed_bytes / rate_of_size(table, packed_bytes)
     slow = {}
     for name, (size, seconds) in found["operators"].items():
         extra = (seconds - call) / found["entries"]
@@ -398,24 +467,28 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     moved, seconds = found["update"]
     flops = 2 * work / 2  # half of the scores is hidden
     rows = ["", f"[{prefix}peak] # the fastest of {len(_SHAPES)} products"]
-    rows += [f"{words[kind]} = {peak:.4g}" for kind, peak in peaks.items()]
-    rows += [f"fp16 = {peaks['bf16']:.4g} # not measured: as bf16", f"fp64 = {peaks['f32'] / 2:.4g} # half of fp32"]
+    rows += [f"{words[kind]} = {one.peak:.4g}" for kind, one in fits.items()]
+    rows += [f"fp16 = {fits['bf16'].peak:.4g} # not measured: as bf16", f"fp64 = {peak / 2:.4g} # half of fp32"]
     rows += [
         "",
         f"[{prefix}device]",
         f"memory = {memory:.4g}",
         f"bandwidth = {rate:.4g} # the largest sum of two tensors",
     ]
-    rows += ["streaming = 1.0", "launch = 0.0", f"call = {call:.3g} # a line of 64 entries"]
+    rows += [
+        "streaming = 1.0",
+        "launch = 0.0",
+        f"call = {call:.3g} # the mean of {len(list(mixed_probes()))} lines of 64 entries",
+    ]
     rows += [f"taken_by_messages = {taken:.3g} # of products beside an all-reduce"]
     rows += [f"update = {moved / seconds / rate:.3g} # AdamW over 2 M entries"]
-    rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {errors['f32']:.0%}"]
-    rows += ["top = 1.0", f"ramp = {ramps['f32']:.4g}"]
+    rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {fit.error:.0%}"]
+    rows += ["top = 1.0", f"ramp = {fit.ramp:.4g}", f"reading = {fit.reading:.4g}"]
     rows += [
-        f"attention = {flops / forward / peaks['f32']:.3g}",
-        f"attention_backward = {2.5 * flops / backward / peaks['f32']:.3g}",
+        f"attention = {flops / forward / peak:.3g}",
+        f"attention_backward = {2.5 * flops / backward / peak:.3g}",
+        f"grouped = {min(1.0, 2 * packed / max(grouped, 1e-9) / peak):.3g} # products of {_EXPERTS} experts",
     ]
-    rows += ["grouped = 0.7 # not measured"]
     rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
     rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
     pairs = ", ".join(f"[{size}, {rate_:.3g}]" for size, rate_ in table)
@@ -424,18 +497,33 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     return [f"table = [{pairs}] # bytes of a line, bytes a second", *rows]
 
 
-def _fit(shapes: Sequence[Sequence[float]], call: float) -> tuple[float, float, float]:
-    """Return the peak and the ramp of `peak / (1 + ramp / k)` that fit products best, and the mean error."""
-    best = (math.inf, 1.0, 0.0)
-    rates = [
-        (inner, 2 * rows * columns * inner / max(seconds - call, 1e-9)) for rows, columns, inner, seconds in shapes
-    ]
-    for ramp in range(0, 400, 4):
-        peaks = sorted(rate * (1 + ramp / inner) for inner, rate in rates)
-        peak = peaks[len(peaks) // 2]
-        error = sum(abs(rate * (1 + ramp / inner) / peak - 1) for inner, rate in rates) / len(rates)
-        best = min(best, (error, peak, float(ramp)))
-    return best[1], best[2], best[0]
+@dataclass(frozen=True, slots=True, order=True)
+class FittedProducts:
+    """The constants of `2 m n k * (1 + ramp / k) / peak + reading * bytes / bandwidth` that fit products best, and the
+    mean error."""
+
+    error: float
+    ramp: float
+    reading: float
+    peak: float
+
+
+def fitted_products(
+    shapes: Sequence[Sequence[float]], size: int, call: float, table: Sequence[Sequence[float]]
+) -> FittedProducts:
+    """Return the constants that fit products of entries of ``size`` bytes: rows, columns, inner dim and seconds of
+    each, where a line takes the process ``call`` and ``table`` has memory's bytes a second by sizes."""
+
+    def fit(ramp: float, reading: float) -> FittedProducts:
+        rates = []
+        for rows, columns, inner, seconds in shapes:
+            moved = size * (rows * inner + inner * columns + rows * columns)
+            read = reading * moved / rate_of_size(table, moved)
+            rates.append(2 * rows * columns * (inner + ramp) / max(seconds - call - read, 1e-9))
+        peak = statistics.median(rates)
+        return FittedProducts(sum(abs(one / peak - 1) for one in rates) / len(rates), ramp, reading, peak)
+
+    return min(fit(ramp, part / 4) for ramp in range(0, 400, 4) for part in range(13))
 
 
 def _rate(found: Mapping[str, Any]) -> float:

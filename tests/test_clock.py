@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parc.advice import warnings_of
 from parc.cli import main
 from parc.cli.terminal import text_table
 from parc.compiler.analysis.across_nodes import NodeSpread
+from parc.compiler.analysis.lifetimes import aliases
 from parc.compiler.clock.cluster import (
     Cluster,
     ClusterError,
     cluster_file,
     find_cluster,
+    rate_of_size,
     read_cluster,
     shipped,
 )
-from parc.compiler.clock.lines import Habits, product_seconds
+from parc.compiler.clock.lines import Habits, LineTimes, product_seconds
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.programs import ProgramClock
 from parc.compiler.clock.step import StepClock, StepTime
@@ -31,6 +34,15 @@ from parc.compiler.program.actions import ACTIONS, work_kinds
 from parc.compiler.program.roles import Role
 from parc.compiler.program.text import parse_program
 from parc.compiler.schedules import timelines
+from parc.measuring import (
+    Bench,
+    TimedLine,
+    attention_probes,
+    fitted_products,
+    mixed_probes,
+    operator_probes,
+    program_text,
+)
 from tests.checked_plans import compiled
 
 H100 = find_cluster("h100-sxm")
@@ -100,6 +112,44 @@ def test_ranks_that_share_a_device_see_its_other_numbers() -> None:
     shared = read_cluster(TEXT + "\n[sharing.2.device]\nbandwidth = 1.0e12\n", "mine.toml")
     assert shared.shared_by(1).device.bandwidth == 3.35e12
     assert shared.shared_by(2).device.bandwidth == shared.shared_by(3).device.bandwidth == 1e12
+
+
+# ---- measured machines
+
+
+def test_products_are_fitted_by_the_constants_that_they_were_made_of() -> None:
+    table = [[1e6, 4e10], [1e8, 2e10]]
+
+    def seconds(rows: int, columns: int, inner: int) -> float:
+        moved = 4 * (rows * inner + inner * columns + rows * columns)
+        work = 2 * rows * columns * inner * (1 + 24 / inner) / 3e11
+        return 1e-5 + work + 1.5 * moved / rate_of_size(table, moved)
+
+    shapes = [(256, 256, 256), (512, 512, 512), (64, 1024, 1024), (1024, 512, 64), (1024, 1024, 1024)]
+    fit = fitted_products([(*shape, seconds(*shape)) for shape in shapes], 4, 1e-5, table)
+    assert (fit.ramp, fit.reading) == (24, 1.5)
+    assert fit.peak == pytest.approx(3e11) and fit.error < 1e-6
+
+
+@pytest.mark.parametrize("lines", [mixed_probes(), operator_probes(1 << 12), attention_probes(1, 2, 8, 4)])
+def test_a_measured_program_runs_each_line_on_operands_of_its_own(lines: Iterable[TimedLine]) -> None:
+    probes = tuple(lines)
+    program = parse_program(program_text("dp=1", probes * 2))
+    assert len(program.main.lines) == 2 * len(probes)
+    reads = [name for line in program.main.lines for name in line.uses]
+    assert len(reads) == len(set(reads)) == len(program.main.parameters)
+    assert Bench(0, 1, torch.device("cpu")).seconds(probes[0]) > 0
+
+
+def test_a_slow_operator_on_packed_rows_counts_the_rows_that_are_there() -> None:
+    slow = replace(H100, operators={"silu": 1e-6})
+
+    def seconds(type_: str) -> float:
+        text = program_text("dp=1", [TimedLine("silu", {"x": type_}, "aten.silu.default(x)", type_)])
+        program = parse_program(text)
+        return float(LineTimes(program, slow, Habits(), aliases(program)).of(program.main)[0].seconds)
+
+    assert seconds("f32[64, 16] 2 of 8") == pytest.approx(seconds("f32[16, 16]")) == pytest.approx(256e-6)
 
 
 # ---- links

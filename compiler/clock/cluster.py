@@ -93,6 +93,9 @@ class ProductShares:
     top: float = _number(_SHARE)
     """The share of the peak that the largest products reach."""
     ramp: float = _number(NumberBound(0, 1e5, "a number of steps of the inner dim, as 200"))
+    reading: float = _number(NumberBound(0, 10, "a share, as 1.5"), 0.0)
+    """The share of the time of a product's bytes that comes on top of its operations, as on a CPU. 0 where a product
+    reads while it computes, and takes the longer of the two."""
     units: float = _number(_RANKS, 1.0)
     attention: float = _number(_SHARE)
     """The share of the peak of attention's forward, counted without the hidden half of a causal mask."""
@@ -141,6 +144,17 @@ _SECTIONS: Mapping[str, type] = {
     "storage": StorageRates,
 }  # fmt: skip
 _KEYS = ("name", "about", "kind", "names", "peak", "library", "node", "sharing", "operators", "tiles", "table")
+
+
+def rate_of_size(table: Sequence[Sequence[float]], size: float) -> float:
+    """Return the bytes a second for a size, between those of the rows of a table: sizes, and bytes a second."""
+    (low, rate), *rest = table
+    for high, next_rate in rest:
+        if size < high:
+            part = min(1.0, max(0.0, log(max(size, 1) / low) / log(high / low)))
+            return float(rate ** (1 - part) * next_rate**part)
+        low, rate = high, next_rate
+    return rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +208,7 @@ class Cluster:
             return self.device.bandwidth * self.device.streaming
         if not isinstance(size, int | float):
             return 0.0 * size + [self.bandwidth(one) for one in size.tolist()]
-        (low, rate), *rest = self.table
-        for high, next_rate in rest:
-            if size < high:
-                part = min(1.0, max(0.0, log(max(size, 1) / low) / log(high / low)))
-                return float(rate ** (1 - part) * next_rate**part)
-            low, rate = high, next_rate
-        return rate
+        return rate_of_size(self.table, size)
 
     def shared_by(self, ranks: int) -> Cluster:
         """Return the cluster as a rank sees it where so many lie on a node: on a CPU they share its cores."""

@@ -139,7 +139,8 @@ class LineTimes:
             rows = shape[-2] if batched else math.prod(shape[:-1])
             seconds = product_seconds(cluster, dtype, (batch, rows, shape[-1]), work)
         size = self._bytes(line, function)
-        return greatest(seconds, size / cluster.bandwidth(size), cluster.device.launch)
+        read = size / cluster.bandwidth(size)
+        return greatest(seconds + cluster.products.reading * read, read, cluster.device.launch)
 
     def _attention(self, call: OpCall, work: int, dtype: str) -> Amount:
         cluster, backward = self.cluster, facts(call.op).backward
@@ -165,13 +166,13 @@ class LineTimes:
         slow = self.cluster.operators.get(line.op.split(".")[1], 0.0) if self.cluster.operators else 0.0
         entries = 0
         if slow:
-            entries = greatest(*(math.prod(shape) for shape in self._shapes(line, function)))
+            entries = greatest(*self._entries(line, function))
         return greatest(size / self.cluster.bandwidth(size), entries * slow, self.cluster.device.launch)
 
-    def _shapes(self, line: Line, function: Function) -> Iterator[Sequence[int]]:
+    def _entries(self, line: Line, function: Function) -> Iterator[Amount]:
         values = function.values()
-        for name in (*line.uses, *(value.name for value in line.made)):
-            yield values[name].type.local(self.program.mesh)
+        for type_ in (*(values[name].type for name in line.uses), *(value.type for value in line.made)):
+            yield local_bytes(type_, self.program) / type_.dtype.itemsize
 
     def _bytes(self, line: Line, function: Function) -> int:
         """Return the bytes that a line reads and writes; of a table only the rows that it looks up."""

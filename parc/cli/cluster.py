@@ -47,9 +47,8 @@ def _measure(args: argparse.Namespace) -> int:
         check_file(out, FileKind("a cluster's file", re.compile(rb"(?s)#.*parc cluster measure")))
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     begin = time.perf_counter()
-    alone = measured(1, device)
-    several = measured(2, device) if device == "cpu" or torch.cuda.device_count() > 1 else None
-    text = measured_text(out.stem, alone, several, device)
+    ranks = (1, 2) if device == "cpu" or torch.cuda.device_count() > 1 else (1,)
+    text = measured_text(out.stem, *measured(ranks, device), device=device)
     read_cluster(text, str(out))
     with writing(out):
         write_whole(out, text)

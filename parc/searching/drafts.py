@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from parc.compiler.plan.plan import MESH, Plan, read_plan
@@ -14,16 +15,13 @@ from parc.compiling.plan_capture import make_model
 from parc.grammar.parse import parse
 from parc.grammar.source import Source
 from parc.grammar.substitute import LET
-from parc.grammar.syntax import Number, Setting, Statement, Var
+from parc.grammar.syntax import Number, Setting, Statement, Var, Word
 
 _BATCH_AXIS = "dp"
 _LET = re.compile(rf"^({LET}\b[^#\n]*[^#\s])(.*)$", re.MULTILINE)
 
-_CHOICES = {
-    re.compile(r"^zero\s+\$(\w+)", re.MULTILINE): "0 | 1 | 2 | 3",
-    re.compile(r"^schedule\b[^#\n]*\bmicrobatches\s+\$(\w+)", re.MULTILINE): "1 | 2 | 4 | 8 | 16 | 32",
-}
-"""The places of other names that are opened, and their values."""
+_LEVELS, _COUNTS = "0 | 1 | 2 | 3", "1 | 2 | 4 | 8 | 16 | 32"
+"""The values of an opened level of ZeRO, and of opened microbatches."""
 
 
 def with_open_sizes(source: Source, folder: Path, ranks: int, node: int) -> Source:
@@ -40,14 +38,14 @@ def with_open_sizes(source: Source, folder: Path, ranks: int, node: int) -> Sour
     sizes = " | ".join(str(2**power) for power in range(20) if 2**power <= min(ranks, node))
     added, lines = "", list[str]()
     if not plan.zero and _BATCH_AXIS in named.values():
-        added += ", zero=0 | 1 | 2 | 3"
+        added += f", zero={_LEVELS}"
         lines.append(f"zero      $zero over {_BATCH_AXIS}")
     blocks = Counter(starred(name) for name in _modules(plan, folder) if block_of(name) == name)
     if not plan.recompute and blocks:
         added += f", again=none | {blocks.most_common(1)[0][0]}"
         lines.append("recompute $again")
     opened = {name: "?" if axis == _BATCH_AXIS else sizes for name, axis in named.items()}
-    opened |= {match[1]: values for pattern, values in _CHOICES.items() for match in pattern.finditer(source.text)}
+    opened |= dict(_steps(statements))
     text = source.text
     for let in sorted(_settings(statements, LET), key=lambda let: -let.span.start):
         span = let.value.span
@@ -55,6 +53,15 @@ def with_open_sizes(source: Source, folder: Path, ranks: int, node: int) -> Sour
             text = text[: span.start] + opened[let.name.text] + text[span.end :]
     text = _LET.sub(lambda match: f"{match[1]}{added}{match[2]}", text, count=1)
     return Source(source.name, "\n".join([text.rstrip("\n"), *lines, ""]), path=source.path)
+
+
+def _steps(statements: Iterable[Statement]) -> Iterator[tuple[str, str]]:
+    """Yield the names of levels of ZeRO and of microbatches, each with the values to choose from."""
+    for line in statements:
+        items = [item for phrase in line.phrases for item in phrase.items]
+        for before, item in pairwise((line.verb, *items)):
+            if isinstance(item, Var) and isinstance(before, Word) and before.text in ("zero", "microbatches"):
+                yield item.name, _LEVELS if before.text == "zero" else _COUNTS
 
 
 def _settings(statements: Iterable[Statement], verb: str) -> Iterator[Setting]:

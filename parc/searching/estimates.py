@@ -331,12 +331,16 @@ class Estimator:
         that do not fit, with the reason."""
         estimates, rejections = list[Estimate](), list[Rejection]()
         try:
-            for shrink, members in self._by_weights(key, choices):
-                more, others = self._estimates(key, self.structure(key, shrink), members)
-                estimates += more
-                rejections += others
+            groups = list(self._by_weights(key, choices))
         except PlanError as error:
             return [], [(choice, rejected(error)) for choice, _ in choices]
+        for shrink, members in groups:
+            try:
+                more, others = self._estimates(key, self.structure(key, shrink), members)
+            except PlanError as error:
+                more, others = [], [(choice, rejected(error)) for choice, _ in members]
+            estimates += more
+            rejections += others
         return estimates, rejections
 
     def _estimates(

@@ -83,7 +83,7 @@ def test_a_loss_of_all_layers_without_repetitions_is_certified_too(way: str) -> 
 
 
 def test_what_is_wrong_with_one_layers_part_is_refused() -> None:
-    rows = LARGE.rows([NAME, *ROUTERS], 1)
+    rows = LARGE.rows([NAME, *ROUTERS], 1, share=3)
     print(table_text(rows))
     divided_by_one = "aten.div.Tensor(Ref(name='to_copy'), 1)"
     assert not [what for row in rows.values() for what in row.accepted if divided_by_one not in what]
