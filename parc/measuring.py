@@ -46,7 +46,7 @@ _ENTRIES = 1 << 18
 """The entries of other operators."""
 _ON_DEVICE = 16
 """The factor by which a GPU gets more entries, as it has more to keep busy."""
-_COLD = 1 << 27
+_COLD = 1 << 26
 """The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache: between two
 runs of a line, a step reads all of its weights and activations."""
 _EXPERTS = 8
