@@ -145,6 +145,11 @@ def operator_probes(entries: int) -> Iterator[TimedLine]:
                 "parc.lookup_backward.default(g, i, 512, -1)", "f32[512, 64]")  # fmt: skip
     yield TimedLine("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
                 "aten.embedding_dense_backward.default(g, i, 512, -1, False)", "f32[512, 64]")  # fmt: skip
+    yield from norm_probes(rows)
+
+
+def norm_probes(rows: int) -> Iterator[TimedLine]:
+    """Yield the probes of a layer norm of rows of 64 entries, and of its backward."""
     norm = {"x": f"f32[{rows}, 64]", "w": "f32[64]", "b": "f32[64]"}
     yield TimedLine("native_layer_norm", norm, "aten.native_layer_norm.default(x, [64], w, b, 1e-05)",
                 f"f32[{rows}, 64]; f32[{rows}, 1]; f32[{rows}, 1]", 3)  # fmt: skip
@@ -165,8 +170,9 @@ def mixed_probes() -> Iterator[TimedLine]:
     yield from (product_probe((8, 8, 8), "f32"), product_probe((8, 8, 8), "f32"), sum_probe(64))
     yield TimedLine("sum", {"x": square}, "aten.sum.dim_IntList(x, [0], True)", "f32[1, 8]")
     yield TimedLine("cat", {"x": square, "z": square}, "aten.cat.default([x, z], -1)", "f32[8, 16]")
-    names = "gelu", "gelu_backward", "native_layer_norm", "native_layer_norm_backward"
-    yield from (probe for probe in operator_probes(64) if probe.name in names)
+    yield _unary("gelu", "aten.gelu.default(x)", 64)
+    yield TimedLine("gelu_backward", {"g": square, "x": square}, "aten.gelu_backward.default(g, x)", square)
+    yield from norm_probes(1)
     yield from attention_probes(1, 1, 8, 8)
 
 
