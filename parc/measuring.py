@@ -241,10 +241,12 @@ def figures(bench: Bench) -> dict[str, Any]:
     """Return the times of all probes on this rank."""
     more = 1 if bench.device.type == "cpu" else _ON_DEVICE
     kinds = ("f32", "bf16")
-    mixed = tuple(mixed_probes())
-    call = bench.seconds(*mixed) / len(mixed)
+    # a GPU's process runs ahead of it, so that only the launch of its kernels counts
+    few = tuple(mixed_probes()) if bench.device.type == "cpu" else (sum_probe(64),)
+    call = bench.seconds(*few) / len(few)
     batch, heads, length, size = 4 * more, 8, 256, 64
-    forward, backward = (bench.seconds(probe) for probe in attention_probes(batch, heads, length, size))
+    attention = [(probe.local_bytes(bench.mesh), bench.seconds(probe))
+                 for probe in attention_probes(batch, heads, length, size)]  # fmt: skip
     work = 2 * batch * heads * length * length * size  # multiply-adds of the scores and of the weighted sum
     result: dict[str, Any] = {
         "call": call,
@@ -252,7 +254,7 @@ def figures(bench: Bench) -> dict[str, Any]:
                             for shape in ([s * math.isqrt(more) for s in shape] for shape in _SHAPES)]
                      for kind in kinds},
         "sums": [(12 * size_, bench.seconds(sum_probe(size_))) for size_ in (s * more for s in _SIZES)],
-        "attention": [work, forward, backward],
+        "attention": [work, *attention],
         "operators": {probe.name: (probe.local_bytes(bench.mesh), bench.seconds(probe))
                       for probe in operator_probes(_ENTRIES * more)},
         "entries": _ENTRIES * more, "update": _update(bench, more), "grouped": _grouped(bench, more),
@@ -435,7 +437,7 @@ def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any
         f'about = "{_machine(device)}"',
         f'kind = "{device}"',
         f'names = ["{_machine(device)}"]',
-        *_device_rows(alone, "", several["taken"] if several is not None else 0.0, memory),
+        *_device_rows(alone, "", several["taken"] if several is not None else 0.0, memory, device),
     ]
     rows += ["", "[links.node] # collectives of two ranks, by their latency and their largest size"]
     rows += _link_rows(several, links)
@@ -448,23 +450,29 @@ def measured_text(name: str, alone: Mapping[str, Any], several: Mapping[str, Any
         rows += [
             "",
             "# two ranks at once, which share the cores",
-            *_device_rows(shared, "sharing.2.", shared["taken"], memory),
+            *_device_rows(shared, "sharing.2.", shared["taken"], memory, device),
         ]
     return "\n".join(rows) + "\n"
 
 
-def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: int) -> list[str]:
+def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: int, device: str) -> list[str]:
     """Return the sections of a device: peaks, products, memory, and operators."""
     call, rate = found["call"], _rate(found)
     table = [(size, size / (seconds - call)) for size, seconds in found["sums"] if seconds > 2 * call]
     words = {"f32": "fp32", "bf16": "bf16"}
     fits = {
-        kind: fitted_products(found["products"][kind], size, call, table) for kind, size in (("f32", 4), ("bf16", 2))
+        kind: fitted_products(found["products"][kind], size, call, table, device == "cpu")
+        for kind, size in (("f32", 4), ("bf16", 2))
     }
     fit, peak = fits["f32"], fits["f32"].peak
+
+    def share(operations: float, moved: float, seconds: float) -> float:
+        """Return the share of the peak that is left beside what the clock adds for the call and the bytes."""
+        reading = fit.reading * moved / rate_of_size(table, moved)
+        return float(operations / max(seconds - call - reading, 1e-9) / peak)
+
     work, forward, backward = found["attention"]
     packed, packed_bytes, grouped = found["grouped"]
-    grouped -= call + fit.reading * packed_bytes / rate_of_size(table, packed_bytes)
     slow = {}
     for name, (size, seconds) in found["operators"].items():
         extra = (seconds - call) / found["entries"]
@@ -472,7 +480,11 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
             slow[name] = extra
     moved, seconds = found["update"]
     flops = 2 * work / 2  # half of the scores is hidden
-    rows = ["", f"[{prefix}peak] # the fastest of {len(_SHAPES)} products"]
+    shares = {
+        "attention": share(flops, *forward), "attention_backward": share(2.5 * flops, *backward),
+        "grouped": share(2 * packed, packed_bytes, grouped),
+    }  # fmt: skip
+    rows = ["", f"[{prefix}peak] # as fitted on {len(_SHAPES)} products"]
     rows += [f"{words[kind]} = {one.peak:.4g}" for kind, one in fits.items()]
     rows += [f"fp16 = {fits['bf16'].peak:.4g} # not measured: as bf16", f"fp64 = {peak / 2:.4g} # half of fp32"]
     rows += [
@@ -484,17 +496,13 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     rows += [
         "streaming = 1.0",
         "launch = 0.0",
-        f"call = {call:.3g} # the mean of {len(list(mixed_probes()))} lines of 64 entries",
+        f"call = {call:.3g} # a line of 64 entries",
     ]
     rows += [f"taken_by_messages = {taken:.3g} # of products beside an all-reduce"]
     rows += [f"update = {moved / seconds / rate:.3g} # AdamW over 2 M entries"]
     rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {fit.error:.0%}"]
     rows += ["top = 1.0", f"ramp = {fit.ramp:.4g}", f"reading = {fit.reading:.4g}"]
-    rows += [
-        f"attention = {flops / forward / peak:.3g}",
-        f"attention_backward = {2.5 * flops / backward / peak:.3g}",
-        f"grouped = {min(1.0, 2 * packed / max(grouped, 1e-9) / peak):.3g} # products of {_EXPERTS} experts",
-    ]
+    rows += [f"{name} = {min(1.0, value):.3g}" for name, value in shares.items()]
     rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
     rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
     pairs = ", ".join(f"[{size}, {rate_:.3g}]" for size, rate_ in table)
@@ -515,10 +523,11 @@ class FittedProducts:
 
 
 def fitted_products(
-    shapes: Sequence[Sequence[float]], size: int, call: float, table: Sequence[Sequence[float]]
+    shapes: Sequence[Sequence[float]], size: int, call: float, table: Sequence[Sequence[float]], reads_first: bool
 ) -> FittedProducts:
     """Return the constants that fit products of entries of ``size`` bytes: rows, columns, inner dim and seconds of
-    each, where a line takes the process ``call`` and ``table`` has memory's bytes a second by sizes."""
+    each, where a line takes the process ``call`` and ``table`` has memory's bytes a second by sizes. A device that
+    ``reads_first`` adds the time of the bytes; another one reads while it computes."""
 
     def fit(ramp: float, reading: float) -> FittedProducts:
         rates = []
@@ -529,7 +538,7 @@ def fitted_products(
         peak = statistics.median(rates)
         return FittedProducts(sum(abs(one / peak - 1) for one in rates) / len(rates), ramp, reading, peak)
 
-    return min(fit(ramp, part / 4) for ramp in range(0, 400, 4) for part in range(13))
+    return min(fit(ramp, part / 4) for ramp in range(0, 400, 4) for part in range(13 if reads_first else 1))
 
 
 def _rate(found: Mapping[str, Any]) -> float:

@@ -126,7 +126,7 @@ def test_products_are_fitted_by_the_constants_that_they_were_made_of() -> None:
         return 1e-5 + work + 1.5 * moved / rate_of_size(table, moved)
 
     shapes = [(256, 256, 256), (512, 512, 512), (64, 1024, 1024), (1024, 512, 64), (1024, 1024, 1024)]
-    fit = fitted_products([(*shape, seconds(*shape)) for shape in shapes], 4, 1e-5, table)
+    fit = fitted_products([(*shape, seconds(*shape)) for shape in shapes], 4, 1e-5, table, True)
     assert (fit.ramp, fit.reading) == (24, 1.5)
     assert fit.peak == pytest.approx(3e11) and fit.error < 1e-6
 
