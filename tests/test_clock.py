@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from parc.measuring import (
     mixed_probes,
     operator_probes,
     program_text,
+    sum_probe,
 )
 from tests.checked_plans import compiled
 
@@ -139,6 +140,21 @@ def test_a_measured_program_runs_each_line_on_operands_of_its_own(lines: Iterabl
     reads = [name for line in program.main.lines for name in line.uses]
     assert len(reads) == len(set(reads)) == len(program.main.parameters)
     assert Bench(0, 1, torch.device("cpu")).seconds(probes[0]) > 0
+
+
+@pytest.mark.parametrize(("each", "copies"), [(1.0, [1]), (0.04, [1, 2]), (1e-6, [1, 64])])
+def test_a_slow_line_is_measured_in_no_more_copies_than_the_budget_has_time_for(
+    each: float, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = list[int]()
+
+    def run_of(_bench: Bench, lines: tuple[TimedLine, ...]) -> Callable[[], float]:
+        programs.append(len(lines))
+        return lambda: each * len(lines)
+
+    monkeypatch.setattr(Bench, "_run_of", run_of)
+    assert Bench(0, 1, torch.device("cpu")).seconds(sum_probe(64)) == pytest.approx(each)
+    assert programs == copies
 
 
 def test_a_slow_operator_on_packed_rows_counts_the_rows_that_are_there() -> None:
