@@ -338,11 +338,13 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
     chunks = _chunks(timeline)
     x = right
     for kind in reversed(_kinds(timeline)):
-        yield _words(x, 22, _name(kind), "end", _GREY)
-        x -= 8 * len(_name(kind)) + 20
+        x -= 7 * len(_name(kind))  # about: text begins right behind its boxes, and the error is after it
+        yield _words(x, 22, _name(kind), "start", _GREY)
+        x -= 6
         for color in reversed(ACTIONS[kind].colors[:chunks]):
-            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{color}"/>'
             x -= 14
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{color}"/>'
+        x -= 18
 
 
 def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
