@@ -198,7 +198,7 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
-    for row in _text_rows(timeline, slot, width, lambda a: f"{a.microbatch}{'+' * a.ahead}", " "):
+    for row in _text_rows(timeline, slot, width, _number, " "):
         for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
             box = text[: len(text) - (action != then)]  # a gap between two boxes
             picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
@@ -234,6 +234,11 @@ def _stages(spans: Iterable[TimeSpan]) -> list[int]:
 def _shades(timeline: Timeline) -> dict[int, int]:
     """Return the index of each stage among the stages of its role, from 0."""
     return {stage: chunk for spans in timeline.spans.values() for chunk, stage in enumerate(_stages(spans))}
+
+
+def _number(action: Action) -> str:
+    """Return the microbatch of an action, with a ``+`` if it is one of the next step."""
+    return f"{action.microbatch}{'+' * action.ahead}"
 
 
 def _color(shades: Mapping[int, int], action: Action) -> str:
@@ -322,7 +327,7 @@ def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", w
 
 def _box(span: TimeSpan, color: str, scale: float, y: float, by: float, unit: str) -> Iterator[str]:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-    number = str(span.action.microbatch)
+    number = _number(span.action)
     yield (
         f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
         f' fill="{color}">'

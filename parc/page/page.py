@@ -252,12 +252,13 @@ class _Page:
         if self.step is not None:
             spans = {role: [replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in spans]
                      for role, spans in self.step.time.timeline.spans.items()}  # fmt: skip
-            return {"picture": Markup(svg(Timeline(spans), "", "ms")), "sentences": []}
-        if len(self.report["stages"]) == 1:
+            timeline, unit, sentences = Timeline(spans), "ms", list[str]()
+        elif len(self.report["stages"]) == 1:
             return None
-        timeline = timeline_of(self.build)
-        sentences = [floor_words(timeline, in_percent=True), *waits_of(self.build)]
-        return {"picture": Markup(svg(timeline, "", "%")), "sentences": sentences}
+        else:
+            timeline, unit = timeline_of(self.build), "%"
+            sentences = [floor_words(timeline, in_percent=True), *waits_of(self.build)]
+        return {"picture": Markup(svg(timeline, "", unit)), "overlaps": timeline.overlaps, "sentences": sentences}
 
     def time(self) -> dict[str, Any] | None:
         """Return what a step takes on a cluster: in all, of each role by part, of each line of the plan, and waits."""

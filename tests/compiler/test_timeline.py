@@ -122,6 +122,13 @@ def test_phases_of_backwards_have_names_and_colors_of_their_own() -> None:
     assert len({box.attrib["fill"] for box in boxes}) == 4
 
 
+def test_microbatches_of_the_next_step_have_a_plus_in_both_pictures() -> None:
+    played = simulate(timelines("async", 2, 2))
+    root = ElementTree.fromstring(svg(played))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "0+" in words and "0+" in paint(played).plain
+
+
 def test_unequal_times_are_drawn_in_slots() -> None:
     played = simulate(timelines("gpipe", 2, 1), [10.2, 19.7], [20.1, 40.4])
     assert draw(played, slot=10).splitlines() == [
