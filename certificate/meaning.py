@@ -289,6 +289,15 @@ class Table(Places):
         if len(factors) == 1:
             (read,) = factors
             node, index = self.node(read.node), dict(enumerate(read.maps))
+            if node.op in ("sum", "product", "squares") and (cut := self.cut_apart(read, over, sizes)):
+                whole, back = Instead(), Instead()
+                for loop in cut:  # some entries of the whole node's sum, as where it is summed before these are taken
+                    letter = self.fresh()
+                    whole[loop], back[letter] = (0, ((letter, 1),)), read.maps[loop]
+                    sizes = {**sizes, letter: node.sizes[loop]}
+                maps = tuple([whole.get(loop, each) for loop, each in index.items()])
+                result = self._contract([read._replace(maps=maps)], letters, over, sizes, closed)
+                return result._replace(maps=substitute(result.maps, back))
             if node.op == "sum":
                 return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
             if node.op == "product":
@@ -519,7 +528,7 @@ class Table(Places):
         """Return the read of a part of a node in normal form: a part of what the node reads, as far as this goes, and
         zero outside of a place."""
         node = self.node(read.node)
-        if not node.reads or not (self._cut(read, sizes) or self.touches(read, (), sizes)):
+        if not node.reads or not (self.cuts(read, sizes) or self.touches(read, (), sizes)):
             return read
         result = self._once("part", [read], sizes, (), lambda: self._kept_part(read, node, sizes))
         return self._scaled(result, read.coefficient)
@@ -626,17 +635,8 @@ class Table(Places):
     def _padded(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
         """Return whether a read is of the first entries of a node, as where the rest is padding. Parts of others, such
         as one token, would be parts of all that is behind it."""
-        loops = zip(read.maps, self.node(read.node).sizes, strict=True)
-        cuts = [index for index, size in loops if range_of(index, sizes, self.mesh) != (0, size - 1)]
-        return read.node != self.delta and bool(cuts) and all(index[0] == 0 and index[1] for index in cuts)
-
-    def _cut(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
-        """Return whether a read is of some entries of a node alone."""
-        node = self.node(read.node)
-        return any(
-            range_of(index, sizes, self.mesh) != (0, size - 1)
-            for index, size in zip(read.maps, node.sizes, strict=True)
-        )
+        cut = [read.maps[loop] for loop in self.cuts(read, sizes)] if read.node != self.delta else []
+        return bool(cut) and all(index[0] == 0 and index[1] for index in cut)
 
     # ---- values
 

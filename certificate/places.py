@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from .letters import (
     Affine,
@@ -139,6 +139,18 @@ class Places(Nodes):
         reads = [read._replace(maps=tuple(map(renamed, read.maps))) for read in factors]
         lengths = {names[key]: size for key, (_, size) in groups.items()}
         return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
+
+    def cuts(self, read: Read, sizes: Mapping[Letter, int]) -> list[int]:
+        """Return the loops of a node of which a read is of some entries alone."""
+        loops = enumerate(zip(read.maps, self.node(read.node).sizes, strict=True))
+        return [loop for loop, (index, size) in loops if range_of(index, sizes, self.mesh) != (0, size - 1)]
+
+    def cut_apart(self, read: Read, summed: Collection[Letter], sizes: Mapping[Letter, int]) -> list[int]:
+        """Return those of these loops that no summed letter indexes, and no identity matrix compares."""
+        loops = self.cuts(read, sizes)
+        compared = self.look(read.node)[1] if loops else ()
+        return [loop for loop in loops
+                if loop not in compared and not any(letter in summed for letter, _ in read.maps[loop][1])]  # fmt: skip
 
     def touches(self, read: Read, summed: Iterable[Letter], sizes: Mapping[Letter, int]) -> bool:
         """Return whether an identity matrix in a node may be simpler where the node is read so: its rows are summed, or

@@ -569,3 +569,21 @@ def test_reads_of_other_points_are_another_node() -> None:
     assert of_edges(table, ring) != of_edges(
         table, [(0, 1), (1, 2), (2, 0), *((at, at + 1) for at in range(3, 8)), (8, 3)]
     )
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_what_ranks_sum_of_some_entries_is_some_entries_of_the_sum(in_pieces: bool) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.in_pieces = in_pieces
+    a, c, k = (
+        piece(t, name, text) for name, text in zip("ack", ("f32[2/tp, 6, 3]", "f32[2/tp, 3]", "f32[3]"), strict=True)
+    )
+
+    def of_every_second(parts: Value, start: int) -> Value:
+        return t.product([t.place(k, 0, start, 6, 2), parts], ["d", "d"], "")
+
+    by_rank = [t.over(of_every_second(t.product([a, c], ["rds", "rs"], "d"), start), ["tp"]) for start in (0, 1)]
+    a, c = piece(t, "a", "f32[2, 6, 3]"), piece(t, "c", "f32[2, 3]")
+    whole = [of_every_second(t.product([a, c], ["rds", "rs"], "d"), start) for start in (0, 1)]
+    assert by_rank == whole
+    assert not t.canonical(by_rank[0], whole[1])
