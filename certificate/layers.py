@@ -298,12 +298,14 @@ _PUTS = (
 
 
 def _put(c: Call) -> tuple[Value, bool, Number]:
-    """Return what is put at entries, whether it is added to them, and by how much it is multiplied."""
+    """Return what is put at entries, whether it is added to them, as what is put at none may be too, and by how much it
+    is multiplied."""
+    none = any(index is not None and 0 in index.shape for index in _indices(c)[1])
     if ".index_put." in c.line.op or "._unsafe" in c.line.op:
-        return c.args[2], c.at(3, False), 1
+        return c.args[2], c.at(3, False) or none, 1
     part = c.args[3] if isinstance(c.args[3], Value) else c.tensors.constant(number(c.args[3]))
     c.kwargs.pop("alpha", None)
-    return part, ".index_add." in c.line.op, number(c.line.kwargs.get("alpha", 1))
+    return part, ".index_add." in c.line.op or none, number(c.line.kwargs.get("alpha", 1))
 
 
 @row(*_PUTS)

@@ -17,6 +17,7 @@ from .letters import (
     Read,
     divided,
     length_of,
+    ordered,
     reduced,
     substitute,
 )
@@ -45,7 +46,7 @@ def refined(chains: Sequence[Sequence[int]]) -> tuple[int, ...]:
     ordered = sorted(set[int]().union(*map(_ends, chains)))
     factors = []
     for small, large in itertools.pairwise(ordered):
-        if large % small:
+        if not small or large % small:
             raise Refused(f"dims of {' and '.join(map(str, chains))} have no common parts")
         factors.append(large // small)
     return tuple(reversed(factors))
@@ -313,19 +314,22 @@ class Tensors:
                 sizes[kept[0]] = count
                 index[letter] = (start // inner, ((kept[0], step if inner == 1 else 1),))
                 break
-            return self._picked(value, dim, begin, size, step)
+            return self.picked(value, dim, begin, (size, step))
         dims[dim] = kept
         read = Read(read.coefficient, read.node, substitute(read.maps, index))
         return self.settled([read], dims, sizes, lambda reads, sizes: self.table.part(reads[0], sizes))
 
-    def _picked(self, value: Value, dim: int, start: int, size: int, step: int) -> Value:
-        """Return entries of a dim that cut it across its parts: those where an identity matrix has their numbers."""
+    def picked(self, value: Value, dim: int, start: int, *rows: tuple[int, int]) -> Value:
+        """Return entries of a dim, across its parts: those where an identity matrix has their numbers. These count from
+        ``start`` on along rows, each of a size and with a step; all rows but the first are dims behind the last."""
         read, dims, sizes = self.table.letters(value)
-        row = ("row", 0)
-        sizes[row] = size
+        letters: list[Letter] = [("row", at) for at in range(len(rows))]
+        sizes.update((letter, size) for letter, (size, _) in zip(letters, rows, strict=True))
         whole = _spread([math.prod(value.dims[dim])], dims[dim], sizes)[0]
-        mark = Read(1, self.table.delta, (whole, (start, ((row, step),))))
-        summed, dims[dim] = dims[dim], [row]
+        steps = ordered({letter: step for letter, (_, step) in zip(letters, rows, strict=True)})
+        mark = Read(1, self.table.delta, (whole, (start, steps)))
+        summed, dims[dim] = dims[dim], letters[:1]
+        dims += [[letter] for letter in letters[1:]]
         return self.settled([mark, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
 
     def select(self, value: Value, dim: int, at: int) -> Value:
@@ -505,6 +509,8 @@ class Tensors:
 
     def piece(self, node: int, type_: Type, microbatches: int = 1) -> Value:
         """Return one rank's piece of a node, as a type splits it. Of a dim of several stretches, each is split."""
+        if 0 in type_.local:  # it has no entries
+            return self.constant(0, type_.local)
         loops: list[Affine] = [(0, ((MICROBATCH, 1),))] if microbatches > 1 else []
         return self._stretched(node, loops, [], {}, type_.dims)
 

@@ -550,14 +550,9 @@ def _padded(t: Tensors, x: Value, pad: Sequence[int]) -> Value:
 
 @row("aten.unfold.default")
 def _(c: Call) -> Value:
-    t, (x, dim, size, step) = c.tensors, c.args
-    (dim,), count = listed(dim, len(x.dims)), (x.shape[dim] - size) // step + 1
-    _, dims, sizes = t.table.letters(x)
-    if len(dims[dim]) != 1:
-        raise Refused(f"{c.line.op} of a dim of {x.dims[dim]} has no rule")
-    index = Instead({dims[dim][0]: (0, ((("at", 0), step), (("at", 1), 1)))})
-    dims[dim] = [("at", 0)]
-    return t.view(x, [*dims, [("at", 1)]], index, {**sizes, ("at", 0): count, ("at", 1): size})
+    x, dim, size, step = c.args
+    (dim,) = listed(dim, len(x.dims))
+    return c.tensors.picked(x, dim, 0, ((x.shape[dim] - size) // step + 1, step), (size, 1))
 
 
 def _folded(c: Call, g: Value, whole: int, dim: int, size: int, step: int) -> Value:

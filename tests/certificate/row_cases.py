@@ -411,6 +411,7 @@ CASES: list[tuple[str, Callable[[], list[Any]], dict[str, Any]]] = [
     ("aten.index_put.default", lambda: [real(4, 6, 2), [torch.tensor([[1], [3]]), torch.tensor([-1, 2])],
          real(2, 2, 2)], {}),
     ("aten.index_put.default", lambda: [real(4, 6), [flag(4)], real()], {}),
+    ("aten.index_put.default", lambda: [real(4, 6), [whole(4, 0), whole(6, 0)], real()], {}),
     ("aten._unsafe_index_put.default", lambda: [real(4, 6), [whole(4, 3), whole(6, 3)], real(3), True], {}),
     ("aten.one_hot.default", lambda: [whole(5, 4, 6), 5], {}),
     ("aten.repeat_interleave.Tensor", lambda: [torch.tensor([2, 0, 1, 3])], {"output_size": 6}),
@@ -436,6 +437,8 @@ CHAINS: list[tuple[str, Callable[[], list[Any]], str, Callable[[], list[Any]], t
     ("aten.native_group_norm.default", lambda: [real(2, 8, 3, 3), real(8), real(8), 2, 8, 9, 4, 1e-5],
      "aten.native_group_norm_backward.default",
      lambda: [real(2, 8, 3, 3), Name("t0"), R1, R2, Name("t1"), 2, 8, 9, 4, [True, True, True]], ()),
+    *(("aten.reshape.default", lambda: [real(4, 2, 3), [8, 3]],
+       "aten.unfold.default", lambda size=size: [R0, 0, size, 2], ()) for size in (2, 3, 4)),
     ("aten.topk.default", lambda: [real(4, 6), 2], "aten.scatter.src", lambda: [Name("t0"), 1, R1, real(4, 2)], (0,)),
     ("aten.topk.default", lambda: [real(4, 6), 2], "aten.scatter.value", lambda: [Name("t0"), -1, R1, -3], (0,)),
 ]  # fmt: skip

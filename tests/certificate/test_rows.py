@@ -206,6 +206,7 @@ def test_a_row_means_what_torch_computes_of_another_rows_results(at: int) -> Non
                 return [names[item.name] if isinstance(item, Name) else item for item in items]
 
             results = _operator(first)(*given(one))
+            results = results if isinstance(results, tuple) else (results,)
             names |= {f"r{at}": x for at, x in enumerate(results)}
             expected = _operator(second)(*given(two))
             expected = expected if isinstance(expected, tuple) else (expected,)
