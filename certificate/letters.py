@@ -146,7 +146,10 @@ def apart(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> b
 
 
 def digits(maps: Maps, sizes: Mapping[Letter, int], mesh: Mapping[str, int]) -> tuple[Maps, Maps] | None:
-    """Return two indices as their higher and their lower digits, where these compare separately."""
+    """Return two indices, less what both begin with, as their higher and their lower digits, where these compare
+    separately."""
+    first = min(offset for offset, _ in maps)
+    maps = tuple([(offset - first, terms) for offset, terms in maps])
     for base in sorted({stride for _, terms in maps for _, stride in terms if stride > 1}):
         high: list[Affine] = []
         low: list[Affine] = []

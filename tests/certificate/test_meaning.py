@@ -587,3 +587,17 @@ def test_what_ranks_sum_of_some_entries_is_some_entries_of_the_sum(in_pieces: bo
     whole = [of_every_second(t.product([a, c], ["rds", "rs"], "d"), start) for start in (0, 1)]
     assert by_rank == whole
     assert not t.canonical(by_rank[0], whole[1])
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_grids_behind_a_token_meet_place_by_place(in_pieces: bool) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.in_pieces = in_pieces
+    x, y = (t.reshape(piece(t, name, "f32[2, 3]"), (6,)) for name in "xy")
+    behind = [t.product([t.place(x, 0, 1, 9), t.place(y, 0, start, 9)], ["s", "s"], "") for start in (1, 2)]
+    assert behind[0] == t.product([x, y], ["s", "s"], "")
+    assert not t.canonical(behind[1], behind[0])
+    numbers = Numbers(t.table, {name: torch.randn(2, 3, dtype=torch.float64) for name in "xy"})
+    one, other = (numbers.leaves[name].flatten() for name in "xy")
+    for value, expected in zip(behind, (one @ other, one[1:] @ other[:-1]), strict=True):
+        torch.testing.assert_close(numbers.at(t.table.letters(value)[0], {}), expected)
