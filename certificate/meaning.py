@@ -298,6 +298,8 @@ class Table(Places):
                 maps = tuple([whole.get(loop, each) for loop, each in index.items()])
                 result = self._contract([read._replace(maps=maps)], letters, over, sizes, closed)
                 return result._replace(maps=substitute(result.maps, back))
+            if node.op == "flat" and not over.intersection(letter for letter, _ in read.maps[0][1]):
+                return self._flat_of_sum(read, node, sizes, over)
             if node.op == "sum":
                 return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
             if node.op == "product":
@@ -337,23 +339,26 @@ class Table(Places):
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
 
+    def _flat_of_sum(self, read: Read, node: Node, sizes: Mapping[Letter, int], over: set[Letter]) -> Read:
+        """Return the sum, over letters, of a node that makes one loop, its first, of several: that of the summed."""
+        (inside,), lengths, summed = self.opened(node, dict(enumerate(read.maps)), sizes, over)
+        inner = [letter for letter in lengths if letter in summed - over]
+        total = self.product(1, [inside], lengths, over)
+        own = self.fresh()
+        result, maps, _ = self.make(
+            "flat",
+            node.args,
+            [total._replace(coefficient=1)],
+            {**lengths, own: node.sizes[0]},
+            inner,
+            [own],
+            keep=inner,
+        )
+        return Read(total.coefficient, result, substitute(maps, Instead({own: read.maps[0]})))
+
     def _with_factors(self, product: Read) -> set[int]:
         """Return the nodes of a product and of its factors, as which it is read where it has no sum."""
         return {product.node, *(read.node for read in self.node(product.node).reads)}
-
-    def opened(
-        self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
-    ) -> tuple[list[Read], dict[Letter, int], set[Letter]]:
-        """Return what a product with summed letters reads, with fresh letters for these."""
-        letters, inside = dict(index), dict(sizes)
-        more = set(over)
-        for at, size in enumerate(node.inner, len(node.sizes)):
-            letter = self.fresh()
-            letters[at] = (0, ((letter, 1),))
-            inside[letter] = size
-            more.add(letter)
-        reads = [Read(r.coefficient, r.node, substitute(r.maps, letters)) for r in node.reads]
-        return reads, inside, more
 
     def squares(self, read: Read, sizes: Mapping[Letter, int], over: Iterable[Letter]) -> Read:
         """Return the sum of the squares of a read over some letters."""
@@ -475,11 +480,6 @@ class Table(Places):
                 yield from self.terms(self._scaled(term, read.coefficient))
         else:
             yield read
-
-    def inside(self, read: Read, node: Node) -> list[Read]:
-        """Return what a node reads, by the letters by which it is read."""
-        index = dict(enumerate(read.maps))
-        return [self.straight(Read(r.coefficient, r.node, substitute(r.maps, index))) for r in node.reads]
 
     def common(self, read: Read) -> tuple[Read, ...]:
         """Return the factors of a read that stand outside of a sum whose terms all have them: those that are single

@@ -21,7 +21,7 @@ from .letters import (
     replaced,
     substitute,
 )
-from .nodes import Nodes
+from .nodes import Node, Nodes
 from .text import Refused
 
 _MOST_STEPS = 1000
@@ -40,6 +40,25 @@ class Places(Nodes):
         """Return a letter that nothing else has."""
         self._fresh += 1
         return ("fresh", self._fresh)
+
+    def inside(self, read: Read, node: Node) -> list[Read]:
+        """Return what a node reads, by the letters by which it is read."""
+        index = dict(enumerate(read.maps))
+        return [self.straight(Read(r.coefficient, r.node, substitute(r.maps, index))) for r in node.reads]
+
+    def opened(
+        self, node: Node, index: Mapping[Letter, Affine], sizes: Mapping[Letter, int], over: set[Letter]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]]:
+        """Return what a product with summed letters reads, with fresh letters for these."""
+        letters, inside = dict(index), dict(sizes)
+        more = set(over)
+        for at, size in enumerate(node.inner, len(node.sizes)):
+            letter = self.fresh()
+            letters[at] = (0, ((letter, 1),))
+            inside[letter] = size
+            more.add(letter)
+        reads = [Read(r.coefficient, r.node, substitute(r.maps, letters)) for r in node.reads]
+        return reads, inside, more
 
     def _placed(
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]

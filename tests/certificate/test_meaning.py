@@ -589,6 +589,23 @@ def test_what_ranks_sum_of_some_entries_is_some_entries_of_the_sum(in_pieces: bo
     assert not t.canonical(by_rank[0], whole[1])
 
 
+def test_a_rank_sums_its_part_of_a_dim_of_three_as_it_takes_its_part_of_the_sum() -> None:
+    """Queries, keys and values of one weight, in parts over two ranks: each has one and a half of them."""
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    g, x = piece(t, "g", "f32[4, 3, 2, 5]"), piece(t, "x", "f32[4, 7]")
+    type_ = read_type("f32[30/tp, 7]", MESH)
+
+    def rows(gradient: Value) -> Value:
+        return t.reshape(gradient, (*gradient.shape[:-4], 30, 7))
+
+    each = t.product([g, x], ["mabc", "mx"], "mabcx")
+    whole = t.product([each], ["mabcx"], "abcx")
+    of_rank = t.product([t.cut(rows(each), read_type("f32[4, 30/tp, 7]", MESH))], ["mrx"], "rx")
+    assert of_rank == t.cut(rows(whole), type_)
+    turned = t.permute(whole, [1, 0, 2, 3])
+    assert not t.canonical(of_rank, t.cut(rows(turned), type_))
+
+
 @pytest.mark.parametrize("in_pieces", [True, False])
 def test_grids_behind_a_token_meet_place_by_place(in_pieces: bool) -> None:
     t = Tensors(Table(dict(MESH.sizes)), MESH)
