@@ -224,8 +224,8 @@ class Table(Places):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-            padded = self.in_pieces and any(self._padded(read, sizes) for read in factors)
-            parts = [self.part(read, sizes) if padded and self._padded(read, sizes) else read for read in factors]
+            padded = self.in_pieces and any(self.padded(read, sizes) for read in factors)
+            parts = [self.part(read, sizes) if padded and self.padded(read, sizes) else read for read in factors]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
         letters = [letters_of(read) for read in factors]
@@ -287,26 +287,9 @@ class Table(Places):
     ) -> Read:
         """Return the sum, over letters, of a product of factors that these letters connect."""
         if len(factors) == 1:
-            (read,) = factors
-            node, index = self.node(read.node), dict(enumerate(read.maps))
-            if node.op in ("sum", "product", "squares") and (cut := self.cut_apart(read, over, sizes)):
-                whole, back = Instead(), Instead()
-                for loop in cut:  # some entries of the whole node's sum, as where it is summed before these are taken
-                    letter = self.fresh()
-                    whole[loop], back[letter] = (0, ((letter, 1),)), read.maps[loop]
-                    sizes = {**sizes, letter: node.sizes[loop]}
-                maps = tuple([whole.get(loop, each) for loop, each in index.items()])
-                result = self._contract([read._replace(maps=maps)], letters, over, sizes, closed)
-                return result._replace(maps=substitute(result.maps, back))
-            if node.op == "flat" and not over.intersection(letter for letter, _ in read.maps[0][1]):
-                return self._flat_of_sum(read, node, sizes, over)
-            if node.op == "sum":
-                return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
-            if node.op == "product":
-                return self.product(1, *self.opened(node, index, sizes, over))
-            if node.op == "squares":
-                squared, sizes_inside, squared_over = self.opened(node, index, sizes, over)
-                return self.squares(squared[0], sizes_inside, squared_over)
+            known = self._sum_of_one(factors[0], letters, over, sizes, closed)
+            if known is not None:
+                return known
         else:
             counts: dict[Letter, int] = {}
             for factor, used in zip(factors, letters, strict=True):
@@ -338,6 +321,36 @@ class Table(Places):
                 return self.product(1, [first, *rest], sizes, over - inside, closed | self._with_factors(first))
         at, maps, _ = self.make("product", (), factors, sizes, over, commutes=True)
         return Read(1, at, maps)
+
+    def _sum_of_one(
+        self,
+        read: Read,
+        letters: list[set[Letter]],
+        over: set[Letter],
+        sizes: Mapping[Letter, int],
+        closed: frozenset[int],
+    ) -> Read | None:
+        """Return the sum of one factor over letters, by what its node is made of; None for a node of another kind."""
+        node, index = self.node(read.node), dict(enumerate(read.maps))
+        if node.op in ("sum", "product", "squares") and (cut := self.cut_apart(read, over, sizes)):
+            whole, back = Instead(), Instead()
+            for loop in cut:  # some entries of the whole node's sum, as where it is summed before these are taken
+                letter = self.fresh()
+                whole[loop], back[letter] = (0, ((letter, 1),)), read.maps[loop]
+                sizes = {**sizes, letter: node.sizes[loop]}
+            maps = tuple([whole.get(loop, each) for loop, each in index.items()])
+            result = self._contract([read._replace(maps=maps)], letters, over, sizes, closed)
+            return result._replace(maps=substitute(result.maps, back))
+        if node.op == "flat" and not over.intersection(letter for letter, _ in read.maps[0][1]):
+            return self._flat_of_sum(read, node, sizes, over)
+        if node.op == "sum":
+            return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
+        if node.op == "product":
+            return self.product(1, *self.opened(node, index, sizes, over))
+        if node.op == "squares":
+            squared, sizes_inside, squared_over = self.opened(node, index, sizes, over)
+            return self.squares(squared[0], sizes_inside, squared_over)
+        return None
 
     def _flat_of_sum(self, read: Read, node: Node, sizes: Mapping[Letter, int], over: set[Letter]) -> Read:
         """Return the sum, over letters, of a node that makes one loop, its first, of several: that of the summed."""
@@ -631,12 +644,6 @@ class Table(Places):
         self._made += 1
         if self._made > _MOST_MADE:
             raise Refused("its meanings take more steps than any model has needed")
-
-    def _padded(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
-        """Return whether a read is of the first entries of a node, as where the rest is padding. Parts of others, such
-        as one token, would be parts of all that is behind it."""
-        cut = [read.maps[loop] for loop in self.cuts(read, sizes)] if read.node != self.delta else []
-        return bool(cut) and all(index[0] == 0 and index[1] for index in cut)
 
     # ---- values
 

@@ -164,6 +164,12 @@ class Places(Nodes):
         loops = enumerate(zip(read.maps, self.node(read.node).sizes, strict=True))
         return [loop for loop, (index, size) in loops if range_of(index, sizes, self.mesh) != (0, size - 1)]
 
+    def padded(self, read: Read, sizes: Mapping[Letter, int]) -> bool:
+        """Return whether a read is of the first entries of a node, as where the rest is padding. Parts of others, such
+        as one token, would be parts of all that is behind it."""
+        cut = [read.maps[loop] for loop in self.cuts(read, sizes)] if read.node != self.delta else []
+        return bool(cut) and all(index[0] == 0 and index[1] for index in cut)
+
     def cut_apart(self, read: Read, summed: Collection[Letter], sizes: Mapping[Letter, int]) -> list[int]:
         """Return those of these loops that no summed letter indexes, and no identity matrix compares."""
         loops = self.cuts(read, sizes)

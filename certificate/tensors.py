@@ -90,7 +90,13 @@ class Tensors:
         for name, known in chains.items():
             if len({math.prod(dim) for dim in known}) > 1:
                 raise Refused(f"dims of {' and '.join(map(str, known))} do not fit each other")
-            parts = known[0] if len(known) == 1 else refined(known) if known else ()
+            try:
+                parts = known[0] if len(known) == 1 else refined(known) if known else ()
+            except Refused:
+                counted = [self._counted(*each, name, min(known)) for each in zip(values, labels, strict=True)]
+                if counted == list(values):
+                    raise
+                return self.bind(counted, labels)
             letters[name] = [(name, at) for at in range(len(parts))]
             sizes.update(zip(letters[name], parts, strict=True))
         reads = []
@@ -100,6 +106,22 @@ class Tensors:
             )
             reads.append(Read(value.coefficient, value.node, substitute(value.maps, dict(enumerate(rows)))))
         return reads, letters, sizes
+
+    def _counted(self, value: Value, names: Sequence[Hashable], name: Hashable, parts: tuple[int, ...]) -> Value:
+        """Return a value of which the dims of a label count by other parts: an identity matrix says which entries have
+        the same number."""
+        for dim, other in enumerate(names):
+            if other == name and value.dims[dim] not in ((), parts):
+                read, dims, sizes = self.table.letters(value)
+                old, dims[dim] = dims[dim], [("part", at) for at in range(len(parts))]
+                sizes.update(zip(dims[dim], parts, strict=True))
+                both = [_spread([value.shape[dim]], letters, sizes)[0] for letters in (dims[dim], old)]
+                value = self._summed([Read(1, self.table.delta, tuple(both)), read], dims, sizes, old)
+        return value
+
+    def _summed(self, reads: Sequence[Read], dims: Dims, sizes: dict[Letter, int], over: Sequence[Letter]) -> Value:
+        """Return a product of reads, summed over letters, as a value with these dims."""
+        return self.settled(reads, dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, over))
 
     def settled(
         self,
@@ -330,7 +352,7 @@ class Tensors:
         mark = Read(1, self.table.delta, (whole, (start, steps)))
         summed, dims[dim] = dims[dim], letters[:1]
         dims += [[letter] for letter in letters[1:]]
-        return self.settled([mark, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
+        return self._summed([mark, read], dims, sizes, summed)
 
     def select(self, value: Value, dim: int, at: int) -> Value:
         """Return one entry of a dim, without the dim."""
@@ -352,7 +374,7 @@ class Tensors:
         sizes[row] = whole
         mark = Read(1, self.table.delta, ((0, ((row, 1),)), (start, tuple(reversed(terms)))))
         summed, dims[dim] = dims[dim], [row]
-        return self.settled([mark, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
+        return self._summed([mark, read], dims, sizes, summed)
 
     def cat(self, values: Sequence[Value], dim: int) -> Value:
         """Return the entries of all values, one behind the other along a dim."""
@@ -653,13 +675,13 @@ class Tensors:
             return self._by_stretch(value, dim, outer, lambda part: self.padded(part, axes, dim, 1))
         ranks, read, dims, sizes = self._among(value, axes, dim, outer)
         marks = [Read(1, self.table.delta, ((0, ((("rank", name), 1),)), (0, ((name, 1),)))) for _, name in ranks]
-        return self.settled([*marks, read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes))
+        return self._summed([*marks, read], dims, sizes, [])
 
     def over(self, value: Value, axes: Sequence[str]) -> Value:
         """Return the sum of a value over the ranks of some axes."""
         read, dims, sizes = self.table.letters(value)
         summed = self._ranks_in(value, axes)
-        return self.settled([read], dims, sizes, lambda reads, sizes: self.table.product(1, reads, sizes, summed))
+        return self._summed([read], dims, sizes, summed)
 
 
 def _spread(dim: Sequence[int], parts: Sequence[Letter], sizes: Mapping[Letter, int]) -> list[Affine]:

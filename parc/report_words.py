@@ -190,7 +190,7 @@ def floor_words(timeline: Timeline, *, in_percent: bool) -> str:
     if timeline.overlaps:
         return f"ranks are idle for up to {most}; each begins the next step before it ends one, so there is no floor"
     formula = {"split": "(p - 1)F, as no backward is whole", "whole": "(p - 1)(F + B), as backwards are whole",
-               "mixed": "(p - 1)(F + B) with whole backwards, and some are split here"}[timeline.phases]  # fmt: skip
+               "mixed": "(p - 1)F, as backwards may be split: some are"}[timeline.phases]  # fmt: skip
     return f"ranks are idle for up to {most}; the floor of a synchronous step is {least}, {formula}"
 
 

@@ -208,11 +208,12 @@ def time_rows(step: PricedStep, tokens: float | None = None) -> Iterator[tuple[s
 
 
 def plan_line_rows(step: PricedStep, texts: Mapping[int, str]) -> list[tuple[str, ...]]:
-    """Return the table of the most expensive lines of the plan: number, seconds, share, and the line."""
-    return [
-        (str(line or "-"), seconds_text(spent), f"{spent / step.time.seconds:.1%}", texts.get(line, "no line"))
-        for line, spent in _lines(step)
-    ]
+    """Return the table of the most expensive lines of the plan: number, seconds, share, and the line; the last row is
+    the bubble."""
+    bubble = step.time.parts(step.time.longest)["bubble"]
+    rows = [(str(line or "-"), spent, texts.get(line, "no line")) for line, spent in _lines(step)]
+    rows += [("-", bubble, "bubble: waits for the work of other stages")] * (bubble > 0)
+    return [(line, seconds_text(spent), f"{spent / step.time.seconds:.1%}", text) for line, spent, text in rows]
 
 
 def seconds_text(seconds: float) -> str:

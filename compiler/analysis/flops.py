@@ -76,7 +76,7 @@ def step_timeline(roles: Mapping[str, Role], costs: Mapping[str, float] | None =
     ``slots``.
 
     Raises:
-        ValueError: an order that never ends.
+        ValueError: an order that deadlocks.
     """
     actions = {name: role.actions for name, role in roles.items()}
     if costs is not None:

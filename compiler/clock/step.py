@@ -128,7 +128,7 @@ class StepClock:
         """Return the time of a step; without a barrier that of one among many.
 
         Raises:
-            ValueError: an order that never ends.
+            ValueError: an order that deadlocks.
         """
         for _ in range(1 if self.habits.barrier else _SETTLED):
             self._play()
@@ -161,7 +161,7 @@ class StepClock:
                         break
                     moved = True
         if stuck := [name for name, clock in self._roles.items() if len(clock.done) < len(clock.role.actions)]:
-            raise ValueError(f"the order of actions never ends: {', '.join(stuck)}")
+            raise ValueError(f"the order of actions deadlocks: {', '.join(stuck)}")
 
     def _do(self, name: str, clock: _RoleClock, action: Action) -> bool:
         """Do an action, if what it waits for has happened."""

@@ -177,10 +177,11 @@ def _not_in_mesh(plan: OpenPlan) -> Iterator[Diagnostic]:
             message = f"`{twice}` is twice among the values of `{let.name}`"
             yield Diagnostic(OPEN_MISPLACED, message, Label(let.span), help="write each value once")
         if len(texts) > 1 and not {text.strip('"') for text in texts}.isdisjoint(DELAYED):
-            message = "steps of `async` compute with older weights: it trains otherwise than another schedule"
-            yield Diagnostic(
-                OPEN_MISPLACED, message, Label(let.span), help="leave it out, or write it as the only value"
-            )
+            value = next(value for value in let.values if value.span.text.strip('"') in DELAYED)
+            name = value.span.text
+            message = f"`{name}` computes with weights of the step before: it trains otherwise than another schedule"
+            help_ = f"leave `{name}` out, or write it as the only value, `{let.name}={name}`"
+            yield Diagnostic(OPEN_MISPLACED, message, Label(value.span), help=help_)
         if not let.values and let.name not in plan.axes.values():
             axes = [axis for axis, size in plan.axes.items() if size != 1]
             message = f"`?` is what the ranks leave, and no axis of the file's own `mesh` line is `${let.name}`"

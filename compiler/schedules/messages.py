@@ -8,7 +8,11 @@ from ..program.actions import ACTIONS, Action, kinds_to, receive_kind, send_kind
 
 
 class Endless(ValueError):
-    """The error of ranks that wait for each other."""
+    """The error of an order of work that deadlocks. ``way`` says what to change."""
+
+    def __init__(self, message: str, way: str) -> None:
+        super().__init__(message)
+        self.way = way
 
 
 def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
@@ -39,8 +43,7 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
         now = min(end for end, _ in clock.running.values())
     for wire in [*clock.wires]:  # what the next step reads
         clock.receive(wire)
-    if waits := clock.waits():
-        raise Endless(f"the order of work never ends: {', '.join(waits)}")
+    clock.raise_waits()
     return clock.timelines
 
 
@@ -95,14 +98,25 @@ class _Clock:
         sources = (source for source in self.sources(action) if source not in received)
         return next((s for s in sources if not self.is_sent(s) or self.wires.get(self.wire(s)) != s), None)
 
-    def waits(self) -> list[str]:
-        """Return the reasons why ranks that are not done cannot go on: a wrong order within one rank, or else who waits
-        for whom."""
+    def raise_waits(self) -> None:
+        """Raise the error of ranks that are not done and cannot go on: a wrong order within one rank, or else who waits
+        for whom.
+
+        Raises:
+            Endless: there are such ranks.
+        """
         stuck = [(rank, todo[-1], self.lack(todo[-1])) for rank, todo in enumerate(self.todo) if todo]
-        misordered = [f"rank {rank} has `{action}` before `{source}`" for rank, action, _ in stuck
-               for source in self.sources(action) if source in self.todo[rank]]  # fmt: skip
-        return misordered or [f"rank {rank} waits with `{action}` for `{lack}` of rank {self.rank_of[lack.stage]}"
-                       for rank, action, lack in stuck if lack is not None]  # fmt: skip
+        misordered = [(rank, action, source) for rank, action, _ in stuck
+                      for source in self.sources(action) if source in self.todo[rank]]  # fmt: skip
+        if misordered:
+            texts = [f"rank {rank} has `{action}` before `{source}`" for rank, action, source in misordered]
+            way = ", ".join(f"`{source}` before `{action}`" for _, action, source in misordered)
+            raise Endless(f"the order of work deadlocks: {', '.join(texts)}, which it needs", f"put {way}")
+        waits = [f"rank {rank} waits with `{action}` for `{lack}` of rank {self.rank_of[lack.stage]}"
+                 for rank, action, lack in stuck if lack is not None]  # fmt: skip
+        if waits:
+            way = "put work that other ranks wait for before work that waits for them"
+            raise Endless(f"the order of work deadlocks: {', '.join(waits)}", way)
 
     def begin(self, action: Action) -> None:
         rank = self.rank_of[action.stage]

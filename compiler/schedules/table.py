@@ -108,7 +108,7 @@ def _timelines(
     rows: Mapping[str, TableRow], stage_lines: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
     sizes = {"p": stages // chunks, "v": chunks, "n": stages, "m": microbatches}
-    timelines: list[dict[Action, None]] = []
+    timelines: list[dict[Action, int]] = []  # the number of each action's line
     for table in (stage_lines, rows):
         for row, (number, _) in table.items():
             if row != "r" and int(row) >= sizes["p"]:
@@ -124,8 +124,8 @@ def _timelines(
                 raise RowError(number, f": `{action}` is of rank {ranks[action.stage]}, not of rank {rank}")
             if action in timelines[-1]:
                 raise RowError(number, f": `{action}` is there twice")
-            timelines[-1][action] = None
-    listed = {action for actions in timelines for action in actions}
+            timelines[-1][action] = number
+    listed = {action: number for actions in timelines for action, number in actions.items()}
     used, missing = {action.kind for action in listed}, list[Action]()
     kinds = [work.kind for work in step_kinds("work")
              if not work.instead_of and (work.kind in used or not work.optional)]  # fmt: skip
@@ -133,7 +133,8 @@ def _timelines(
         whole, phases = Action(stage, kind, m), [Action(stage, phase, m) for phase in phases_of(kind)]
         done = [phase for phase in phases if phase in listed]
         if whole in listed and done:
-            raise ValueError(f"`{whole}` and `{done[0]}` are both there: a backward is one `B`, or `I` and `W`")
+            message = f": `{whole}` and `{done[0]}` are both there, and a backward is one `B`, or `I` and `W`"
+            raise RowError(listed[whole], message)
         missing += [phase for phase in phases if phase not in listed] if done else [whole] * (whole not in listed)
     if missing:
         absent = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"

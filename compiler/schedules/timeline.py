@@ -63,11 +63,11 @@ class Timeline:
     @property
     def floor(self) -> float:
         """The idle time that no schedule of such backwards avoids where a step ends before the next one starts: until
-        the last of p ranks has work, the forwards of p - 1 stages; and after it has none, their backwards if those
-        are whole. Where steps overlap there is none."""
+        the last of p ranks has work, the forwards of p - 1 stages; and after it has none, their backwards if all are
+        whole. Where steps overlap there is none."""
         if self.overlaps:
             return 0.0
-        kinds = (FORWARD,) if self.phases == "split" else work_kinds()
+        kinds = work_kinds() if self.phases == "whole" else (FORWARD,)
         return sum(
             span.end - span.start
             for spans in self.spans.values()
@@ -151,7 +151,7 @@ def simulate(
     stuck = [f"{role} at `{timelines[role][len(done) % len(timelines[role])]}`" for role, done in spans.items()
              if len(done) < steps * len(timelines[role])]  # fmt: skip
     if stuck:
-        raise ValueError(f"the order never ends: {', '.join(stuck)}")
+        raise ValueError(f"the order deadlocks: {', '.join(stuck)}")
     return Timeline(spans)
 
 

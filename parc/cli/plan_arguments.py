@@ -67,6 +67,10 @@ def chosen_sizes(text: str) -> dict[str, int]:
     return {name: positive(value.strip()) for name, value in pairs}
 
 
+_LARGEST_COST = 1e6
+"""The most that one kind of work may cost beside another: pictures and sums of times have no room for more."""
+
+
 def work_costs(text: str) -> dict[str, float]:
     """Read ``F=4,I=5,W=3`` of ``--costs``: the cost of one action of each kind of work. A kind that stands for several
     costs what they do, if it is not given.
@@ -83,6 +87,11 @@ def work_costs(text: str) -> dict[str, float]:
         if kind not in kinds:
             raise argparse.ArgumentTypeError(f"`{kind}` is no kind of work: write costs as `{usual}`")
     costs = {kind: positive_number(value.strip()) for kind, value in pairs}
+    if costs and max(costs.values()) > _LARGEST_COST * min(costs.values()):
+        most, least = max(costs, key=costs.__getitem__), min(costs, key=costs.__getitem__)
+        raise argparse.ArgumentTypeError(
+            f"`{most}` costs more than {_LARGEST_COST:g} times what `{least}` does: write costs as `{usual}`"
+        )
     if len(costs) != len(pairs):
         raise argparse.ArgumentTypeError(f"`{text}` names a kind of work twice: write costs as `{usual}`")
     if lacking := [kind for kind in parts if kind not in costs]:

@@ -618,3 +618,34 @@ def test_grids_behind_a_token_meet_place_by_place(in_pieces: bool) -> None:
     one, other = (numbers.leaves[name].flatten() for name in "xy")
     for value, expected in zip(behind, (one @ other, one[1:] @ other[:-1]), strict=True):
         torch.testing.assert_close(numbers.at(t.table.letters(value)[0], {}), expected)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_dims_that_count_by_parts_without_common_ones_meet_entry_by_entry(in_pieces: bool) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.in_pieces = in_pieces
+    texts = {"x": "f32[2/tp, 2, 3]", "y": "f32[3, 2]", "z": "f32[3, 2]"}
+    leaves = {
+        name: torch.randn(shape, dtype=torch.float64)
+        for name, shape in zip(texts, ((2, 2, 3), (3, 2), (3, 2)), strict=True)
+    }
+    x, y, z = (t.reshape(piece(t, name, text), (1, 6)) for name, text in texts.items())
+    numbers = Numbers(t.table, leaves)
+    rows = [leaves["x"].reshape(2, 6)[tp] for tp in range(2)]
+    other, third = leaves["y"].flatten(), leaves["z"].flatten()
+    lines = {
+        "dot": (t.product([x, y], ["rs", "rs"], "r"), lambda row: (row @ other)[None]),
+        "sum": (t.plus(x, y, z), lambda row: (row + other + third)[None]),
+        "power": (t.pointwise("power", [y, x]), lambda row: OPS["power"](other, row)[None]),
+    }
+    for value, of_row in lines.values():
+        for tp, row in enumerate(rows):
+            have = numbers.of_rank(t, value, {"tp": tp, "cp": 0})
+            assert have is not None
+            torch.testing.assert_close(have, of_row(row))
+    x_whole = t.reshape(piece(t, "x", "f32[2, 2, 3]"), (2, 6))
+    dot = t.over(lines["dot"][0], ["tp"])
+    assert t.canonical(dot, t.total(t.product([y, x_whole], ["as", "rs"], "r"), [0], keep=True))
+    assert not t.canonical(dot, t.total(t.product([z, x_whole], ["as", "rs"], "r"), [0], keep=True))
+    assert t.canonical(t.plus(z, y, x), lines["sum"][0])
+    assert not t.canonical(t.plus(y, y, x), lines["sum"][0])

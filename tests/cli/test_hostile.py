@@ -149,7 +149,7 @@ def test_an_order_that_never_ends_is_not_drawn(capsys: Captured, made: Path, tmp
     place.write_text(place.read_text().replace("0F0", "0RECV_B0 0F0", 1))
     rehash(copy)
     code, _, err = parc(capsys, "show", "--pipeline", copy)
-    assert code == 1 and "error[P0211]" in err and "schedule.txt`: the order never ends: " in err, err
+    assert code == 1 and "error[P0211]" in err and "schedule.txt`: the order deadlocks: " in err, err
 
 
 def spoil(place: Path, kind: str) -> None:

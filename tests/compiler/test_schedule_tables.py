@@ -69,7 +69,7 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
         ("stages of rank 1: 0\nstages of rank 1: 0\n" + PLAIN, "line 2 of the table is a second row of the stages of"),
         ("stages of rank 2: 0\n" + PLAIN, "line 1 of the table is of rank 2, and there are 2 ranks"),
         ("stages 0 1\n" + PLAIN, "line 1 of the table is not `rank 0: 0F0 0B0`: `stages 0 1`"),
-        (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work never ends: rank 0 has `0B0` before `0F0`"),
+        (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work deadlocks: rank 0 has `0B0` before `0F0`"),
         (
             PLAIN.replace("0F1 0B0", "0B0 0F1"),
             "rank 0 waits with `0B0` for `1B0` of rank 1, rank 1 waits with `1F1` for `0F1` of rank 0",
@@ -190,7 +190,7 @@ def test_every_order_of_work_that_can_end_becomes_a_schedule_that_holds(
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
-        assert "never ends" in str(problem("table", p * v, m, v, text=text))
+        assert "deadlocks" in str(problem("table", p * v, m, v, text=text))
         return
     made = timelines("table", p * v, m, v, text=text)
     assert [[a for a in actions if a.works] for actions in made.values()] == rows

@@ -76,13 +76,13 @@ def test_no_schedule_is_idle_for_less_than_its_floor(
 
 def test_the_floor_of_a_build_is_of_its_own_order() -> None:
     played = simulate(timelines("1f1b", 2, 2, as_run=True), [1, 2], [2, 4])
-    assert played.floor == 1 + 2 and played.phases == "mixed"
+    assert played.floor == 1 <= max(map(played.idle, played.spans)) and played.phases == "mixed"
     assert simulate(timelines("gpipe", 1, 2)).floor == 0
 
 
 def test_an_order_that_never_ends_is_refused() -> None:
     made = {role: [a for a in actions if a.kind != "SEND_F"] for role, actions in timelines("gpipe", 2, 1).items()}
-    with pytest.raises(ValueError, match=re.escape("never ends: pp0 at `0RECV_B0`, pp1 at `1RECV_F0`")):
+    with pytest.raises(ValueError, match=re.escape("the order deadlocks: pp0 at `0RECV_B0`, pp1 at `1RECV_F0`")):
         simulate(made)
 
 

@@ -196,7 +196,7 @@ def test_a_batch_that_cannot_come_is_told_from_that_of_the_step(tmp_path: Path) 
     ("more", "why"),
     [
         ("precision fp16 loss_scale dynamic\n", "before it is known whether the one before it is skipped"),
-        ('offload optimizer to "files"\n', "files have room for those of one"),
+        ('offload optimizer to "files"\n', "`offload` keeps one step's"),
     ],
     ids=["a dynamic loss scale", "offload"],
 )
@@ -237,7 +237,7 @@ def test_a_search_does_not_choose_between_two_algorithms() -> None:
     text = "let s = 1f1b | async\n" + staged(2, 4).replace("schedule  async", "schedule $s")
     with pytest.raises(PlanError) as caught:
         read_open(Source("plan.parc", text), {})
-    assert "`async` compute with older weights" in caught.value.diagnostics[0].message
+    assert "`async` computes with weights of the step before" in caught.value.diagnostics[0].message
 
 
 def test_a_build_that_does_not_say_that_its_weights_are_older_is_refused() -> None:

@@ -53,11 +53,12 @@ class Schedule(Directive):
     a multiple of the ranks. `gpipe` and `looped` take any number of microbatches.
 
     In other schedules a backward is two actions: `I` makes the gradients that another stage waits for, and `W` those of
-    weights, later. `zb-h1` is `1f1b` so, with less idle time and the memory of its first rank; `zb-h2` has even less
-    idle time and twice the memory (at least twice as many microbatches as ranks); `interleaved-zb` is `interleaved`
-    so. In V shapes each rank has two stages, rank r of p those of numbers r and 2p - 1 - r; `chunks` is 2 and need not
-    be written. `zbv` has the memory of `1f1b` and hardly any idle time, `v-half` about half of the activations, `v-min`
-    a third. `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
+    weights, later. `zb-h1` is `1f1b` so, with less idle time, and no rank has more memory than the first one of `1f1b`;
+    `zb-h2` has even less idle time and twice the memory (at least twice as many microbatches as ranks);
+    `interleaved-zb` is `interleaved` so. In V shapes each rank has two stages, rank r of p those of numbers r and 2p -
+    1 - r; `chunks` is 2 and need not be written, and any number of microbatches will do. `zbv` has the memory of `1f1b`
+    and hardly any idle time; with many ranks `v-half` has about half of the activations, `v-min` a third (on two ranks
+    no less). `dualpipev` puts a forward of one stage beside a backward of the other (at least as many microbatches as
     stages).
 
     `async` (PipeDream-2BW) changes the algorithm. A rank begins the next step before it ends this one, so a step makes
@@ -66,16 +67,16 @@ class Schedule(Directive):
     - 1 microbatches. There must be at least as many microbatches as ranks. Losses, clipping, averages and rates are
     those of a step's own batch. Checkpoints hold both weights; evaluation and exports take the newest. Steps overlap on
     the plan's own `data`; a loop that passes batches gives the next one too (`session.step(batch, coming=after)`), or
-    its steps follow each other, with the same numbers. `async` refuses a dynamic loss scale, `offload`, and models
-    whose steps change buffers.
+    its steps follow each other, with the same numbers. All levels of `zero` work. `async` refuses a dynamic loss scale,
+    `offload`, and models whose steps change buffers.
 
     `table "FILE"` reads the order from a file, relative to the plan's folder. It has a line for each rank of the axis,
     with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; `I` and `W` may stand for a `B`. The
-    lines may stand in any order, and `#` begins a comment. With p ranks, rank r has stage r and every p-th stage after
-    it; lines such as `stages of rank 0: 0 3` say otherwise. The file may also be CSV as torch's pipelines write it,
-    with `_dump_csv(name, format="compute_only")`: the line of rank 0, 1, ... with a cell such as `0F2` for each piece
-    of work. `looped` is a table that parc ships (breadth first: a rank's chunks one after the other): `schedule looped
-    microbatches 8 chunks 2`.
+    lines may stand in any order, and `#` begins a comment; `0F(0..3)` is `0F0 0F1 0F2 0F3`. With p ranks, rank r has
+    stage r and every p-th stage after it; lines such as `stages of rank 0: 0 3` say otherwise. The file may also be CSV
+    as torch's pipelines write it, with `_dump_csv(name, format="compute_only")`: the line of rank 0, 1, ... with a cell
+    such as `0F2` for each piece of work. `looped` is a table that parc ships (breadth first: a rank's chunks one after
+    the other): `schedule looped microbatches 8 chunks 2`.
 
     `accumulate bf16` adds up the gradients of microbatches in bfloat16: they take half the memory, and every sum is
     rounded. By default, `accumulate fp32`, gradients keep their own type: those of float64 weights are added up in
@@ -133,7 +134,9 @@ class Schedule(Directive):
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
             help_ = "list `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):
-                help_ = "put work that other ranks wait for before work that waits for them"
+                help_ = error.way
+            elif self.chunks == 1 and isinstance(error, RowError):
+                help_ += "; a rank of several stages wants `chunks 2` or more behind the microbatches"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
         return text
 
@@ -179,7 +182,9 @@ class Schedule(Directive):
             label = Label(line.arguments.span("loss_scale"))
             yield Diagnostic(SCHEDULE_MISFIT, message, label, (where,), help=help_)
         for offload in scope.all(Offload):
-            message = f"`{self.name}` keeps weights and activations of two steps, and files have room for those of one"
+            message = (
+                f"`{self.name}` needs the weights and activations of two steps at once; `offload` keeps one step's"
+            )
             help_ = "remove the `offload` line, or write `schedule 1f1b`"
             yield Diagnostic(SCHEDULE_MISFIT, message, Label(offload.span), (where,), help=help_)
 
