@@ -55,9 +55,6 @@ from .orders import order_of
 from .places import Places
 from .text import Refused
 
-_MOST_MADE = 30_000
-"""The most products and parts of a table; the largest models have a tenth of that."""
-
 
 class Value(NamedTuple):
     """A view of a multiple of a node. ``dims`` has the sizes of each dim's letters, major first, which maps number from
@@ -91,7 +88,8 @@ class Table(Places):
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         super().__init__(mesh)
-        self._made = 0
+        self._made, self.most = 0, 30_000
+        """The products and parts that were made, and the most of them; the largest models have a tenth of that."""
         self.in_pieces = False
         """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them.
         Some builds are equal to their model in one of the two forms alone."""
@@ -639,10 +637,15 @@ class Table(Places):
                     raise
                 reads, (inner,), sizes = divided(request, reads, [inner], sizes)
 
+    @property
+    def spent(self) -> bool:
+        """True where more was made than is allowed."""
+        return self._made > self.most
+
     def _count(self) -> None:
         """Count one more product or part, and refuse too many."""
         self._made += 1
-        if self._made > _MOST_MADE:
+        if self.spent:
             raise Refused("its meanings take more steps than any model has needed")
 
     # ---- values

@@ -37,6 +37,10 @@ _LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 _OF_BATCH = ("input", "rng")
 """The kinds that every microbatch has its own of."""
 
+_FORMS = (True, 10_000), (False, 15_000), (True, 30_000), (False, 30_000)
+"""The normal forms that are tried one after the other, with sums of pieces outside of products and inside, each with
+the most steps that it may take."""
+
 
 @dataclass
 class Proof:
@@ -88,16 +92,21 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
 
 
 def _certify(build: Build) -> Proof:
-    """Prove one part of a build, at some sizes, in one of two normal forms."""
-    step = Step(build)
-    step.table.in_pieces = True
-    try:
-        return _certify_in_form(step)
-    except Refused as error:
+    """Prove one part of a build, at some sizes, in one of two normal forms. Where one of them takes many steps, the
+    other is tried before all of them are done."""
+    refused: dict[bool, Refused] = {}
+    done = set[bool]()
+    for in_pieces, most in _FORMS:
+        if in_pieces in done:
+            continue
+        step = Step(build)
+        step.table.in_pieces, step.table.most = in_pieces, most
         try:
-            return _certify_in_form(Step(build))
-        except Refused:
-            raise error from None
+            return _certify_in_form(step)
+        except Refused as error:
+            refused[in_pieces] = error
+            done.update(() if step.table.spent else (in_pieces,))
+    raise refused[True] from None
 
 
 def _certify_in_form(step: Step) -> Proof:

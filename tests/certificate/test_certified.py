@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import certificate.step
 from certificate import FORMAT
 from certificate.step import certify, certify_texts
 from certificate.text import Refused
@@ -53,6 +54,18 @@ def edited(build: Path, folder: Path, file: str, old: str, new: str) -> Path:
 def test_a_build_is_proved_equal_to_its_model(build: Path) -> None:
     proof = certify(build)
     assert proof.lines == ["pp0: the loss, 26 gradients, the norm", "pp1: the loss, 27 gradients, the norm"]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_form_that_takes_many_steps_is_tried_again_behind_the_other(
+    build: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    few = (True, 5), (False, 5)
+    monkeypatch.setattr(certificate.step, "_FORMS", few)
+    with pytest.raises(Refused, match="more steps than any model has needed"):
+        certify(build)
+    monkeypatch.setattr(certificate.step, "_FORMS", (*few, (again, 30_000)))
+    assert len(certify(build).lines) == 2
 
 
 @pytest.mark.parametrize(
