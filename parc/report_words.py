@@ -16,6 +16,9 @@ from parc.grammar.syntax import size_in_both, size_text
 if TYPE_CHECKING:
     from parc.compiler.schedules.timeline import Timeline
 
+DELAYED_WORDS = "gradients of a step are those at the weights before the last update"
+"""The words for the algorithm of a schedule whose steps overlap."""
+
 
 def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the facts of a build's report, but for communication and checks, as names and sentences. A row without a
@@ -38,8 +41,7 @@ def fact_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     for entry in report["numerics"]:
         saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
         if entry["class"] == "delayed":
-            text = "gradients of a step are those at the weights before the last update"
-            rows.append(("algorithm", f"{text} ({entry['directive']}, line {entry['line']})"))
+            rows.append(("algorithm", f"{DELAYED_WORDS} ({entry['directive']}, line {entry['line']})"))
             continue
         rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
     if sent := report["sent_whole"]:

@@ -142,6 +142,14 @@ def side(folder: Path, plan: str, defines: str = "") -> Side:
     return Side(f"{plan}.parc{''.join(f' -D {word}' for word in defines.split())}", compiled.facts)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_a_schedule_says_its_order_and_whether_it_changes_the_algorithm(folder: Path, schedule: str) -> None:
+    (folder / f"{schedule}.parc").write_text(PLAN.replace("1f1b", schedule) + TENSOR)
+    rows = dict(Explainer(side(folder, schedule, "pp=2 tp=1")).explain("line:13").rows)
+    assert rows["order"].startswith(f"{schedule}, 2 microbatches, 2 stages, ")
+    assert ("algorithm" in rows) == (schedule == "async")
+
+
 def test_explanations_and_differences_look_as_they_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To accept a change, delete the golden file and run this once."""
     texts = []

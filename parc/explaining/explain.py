@@ -21,7 +21,7 @@ from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.syntax import size_in_both, size_text
 from parc.page.facts import STORED_KINDS, EqualMessages, PlanLine
 from parc.page.flow import ModuleRow
-from parc.report_words import Traffic, idle_words, modules_text, traffic_by, unit_of
+from parc.report_words import DELAYED_WORDS, Traffic, idle_words, modules_text, schedule_words, traffic_by, unit_of
 from parc.step_time import (
     NO_CLUSTER,
     PricedStep,
@@ -123,6 +123,9 @@ class Explainer:
             line.root == first.root for line in self.facts.lines
         ):
             self._say_seconds(result, lambda seconds: seconds.of_lines({first.root}))
+        if len(lines) == 1 and text.split()[0] == "schedule":
+            result.say("order", schedule_words(self.report))
+            result.say("algorithm", DELAYED_WORDS * any(one["class"] == "delayed" for one in self.report["numerics"]))
         messages = [one for one in self.facts.messages if one.entry["line"] in {line.root for line in lines}]
         together = sum(line.root == first.root for line in self.facts.lines)
         if len(lines) < together:
