@@ -166,10 +166,10 @@ def test_a_build_with_operators_from_outside_is_certified_by_their_rules(folder:
 @pytest.mark.parametrize(
     ("op", "fact", "other", "why"),
     [
-        ("squash", "gradient", "g * (1 - y)", "is not what model.py says"),
+        ("squash", "gradient", "g * (1 - y)", "is not proved to be what model.py says"),
         ("mix", "gradient", "outside.mix_back.default(g, x, x)", "has no such gradient"),
         ("total", "rule", "... d! -> ... d!", "`total` has the shape"),
-        ("mix", "rule", "... k!, n k! -> ... n", "is not what model.py says"),
+        ("mix", "rule", "... k!, n k! -> ... n", "is not proved to be what model.py says"),
         ("squash", "gradient", "", "no derivative for `outside.squash.default`: give its rule `gradient="),
         ("squash", "gradient", "g * (", "its operators are none"),
         ("squash", "gradient", "unknown.op.default(g)", "`unknown.op.default` has no rule"),

@@ -125,7 +125,7 @@ def test_windows_and_two_means_of_one_sample_a_rank_are_proved(old: str, new: st
     assert certify_texts(texts, manifest).lines == ["stage0: the loss, 10 gradients, the norm"]
     text = texts["programs/stage0.B.py"]
     assert old in text
-    with pytest.raises(Refused, match=r"is not what model\.py says"):
+    with pytest.raises(Refused, match=r"is not proved to be what model\.py says"):
         certify_texts({**texts, "programs/stage0.B.py": text.replace(old, new)}, manifest)
 
 
