@@ -189,7 +189,7 @@ def test_losses_of_rows_that_padding_makes_longer_are_proved(tmp_path: Path, los
     assert certify_texts(texts, manifest).lines == ["stage0: the loss, 3 gradients, the norm"]
     file = "programs/stage0.B.py"
     assert texts[file].count(f", {factor})") == 1
-    with pytest.raises(Refused, match="is not what"):
+    with pytest.raises(Refused, match="is not proved to be what"):
         certify_texts({**texts, file: texts[file].replace(f", {factor})", ", 0.3)")}, manifest)
 
 
