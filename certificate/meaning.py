@@ -355,17 +355,17 @@ class Table(Places):
         (inside,), lengths, summed = self.opened(node, dict(enumerate(read.maps)), sizes, over)
         inner = [letter for letter in lengths if letter in summed - over]
         total = self.product(1, [inside], lengths, over)
-        own = self.fresh()
+        joined = self.fresh()
         result, maps, _ = self.make(
             "flat",
             node.args,
             [total._replace(coefficient=1)],
-            {**lengths, own: node.sizes[0]},
+            {**lengths, joined: node.sizes[0]},
             inner,
-            [own],
+            [joined],
             keep=inner,
         )
-        return Read(total.coefficient, result, substitute(maps, Instead({own: read.maps[0]})))
+        return Read(total.coefficient, result, substitute(maps, Instead({joined: read.maps[0]})))
 
     def _with_factors(self, product: Read) -> set[int]:
         """Return the nodes of a product and of its factors, as which it is read where it has no sum."""

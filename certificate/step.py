@@ -661,7 +661,9 @@ class Step:
         if not self._equal(value, expected):
             difference = describe(self.table, value, expected)
             lines = [f"makes of known values one that the model has not: {line}\n" for line in self.reader.other]
-            raise Refused(f"{program.file}: `{key}` is not proved to be what model.py says\n{''.join(lines)}{difference}")
+            raise Refused(
+                f"{program.file}: `{key}` is not proved to be what model.py says\n{''.join(lines)}{difference}"
+            )
 
 
 def _main(program: Program) -> Function:

@@ -172,7 +172,9 @@ def _stage_ranks(stage_lines: Mapping[str, TableRow], sizes: Mapping[str, int]) 
                 raise RowError(number, f": `{word}` is not stages such as `2` or `(n-1-r)`") from None
             for stage in stages:
                 if stage not in range(sizes["n"]):
-                    raise RowError(number, f": there is no stage {stage}, but {sizes['n']} stages")
+                    raise RowError(
+                        number, f": there is no stage {stage}, but {sizes['n']} stages, with `chunks {sizes['v']}`"
+                    )
                 if stage in rank_of:
                     raise RowError(number, f": stage {stage} is of rank {rank_of[stage]} and of rank {rank}")
                 rank_of[stage] = rank

@@ -87,7 +87,7 @@ def work_costs(text: str) -> dict[str, float]:
         if kind not in kinds:
             raise argparse.ArgumentTypeError(f"`{kind}` is no kind of work: write costs as `{usual}`")
     costs = {kind: positive_number(value.strip()) for kind, value in pairs}
-    if costs and max(costs.values()) > _LARGEST_COST * min(costs.values()):
+    if max(costs.values()) > _LARGEST_COST * min(costs.values()):
         most, least = max(costs, key=costs.__getitem__), min(costs, key=costs.__getitem__)
         raise argparse.ArgumentTypeError(
             f"`{most}` costs more than {_LARGEST_COST:g} times what `{least}` does: write costs as `{usual}`"

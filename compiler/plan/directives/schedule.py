@@ -135,8 +135,6 @@ class Schedule(Directive):
             help_ = "list `F` and `B`, or `F`, `I` and `W`, of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):
                 help_ = error.way
-            elif self.chunks == 1 and isinstance(error, RowError):
-                help_ += "; a rank of several stages wants `chunks 2` or more behind the microbatches"
             raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
         return text
 
