@@ -90,9 +90,6 @@ class Table(Places):
         super().__init__(mesh)
         self._made, self.most = 0, 30_000
         """The products and parts that were made, and the most of them; the largest models have a tenth of that."""
-        self.in_pieces = False
-        """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them.
-        Some builds are equal to their model in one of the two forms alone."""
         self.axes = {axis: [(size, axis)] if size > 1 else [] for axis, size in mesh.items()}
         """The letters that count the ranks of each axis, major first, with their sizes."""
         self._known: dict[Hashable, tuple[Read, Seen | None]] = {}
@@ -198,7 +195,9 @@ class Table(Places):
         self, factors: list[Read], sizes: Mapping[Letter, int], summed: set[Letter], closed: frozenset[int]
     ) -> Read:
         """Return the product of factors that are no products themselves, summed over letters that some of them have."""
-        pieces = [r.node for r in factors if self.look(r.node)[2] and r.node != self.delta] if self.in_pieces else []
+        pieces = (
+            [r.node for r in factors if self.look(r.node)[2] and r.node != self.delta] if self.form.in_pieces else []
+        )
         for at, read in enumerate(factors):
             node = self.node(read.node)
             if node.op not in ("sum", "product") or read.node in closed:
@@ -222,7 +221,7 @@ class Table(Places):
             if simpler is None:
                 return Read(0, self.one, ())
             factors, left, sizes = simpler
-            padded = self.in_pieces and any(self.padded(read, sizes) for read in factors)
+            padded = self.form.in_pieces and any(self.padded(read, sizes) for read in factors)
             parts = [self.part(read, sizes) if padded and self.padded(read, sizes) else read for read in factors]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
@@ -307,7 +306,7 @@ class Table(Places):
                 if factor.node == self.delta
                 for letter in used
             }
-            if self.in_pieces and placed and rest and over - placed:
+            if self.form.in_pieces and placed and rest and over - placed:
                 first = self.product(1, rest, sizes, over - placed)
                 rest = [factor for factor in factors if factor.node == self.delta]
                 return self.product(1, [first, *rest], sizes, placed, closed | self._with_factors(first))
@@ -389,7 +388,7 @@ class Table(Places):
         total: dict[tuple[int, Maps], Number] = {}
         stack = list(terms)
         while stack:
-            read = self.part(stack.pop(), sizes) if self.in_pieces else stack.pop()
+            read = self.part(stack.pop(), sizes) if self.form.in_pieces else stack.pop()
             node = self.node(read.node)
             if node.op == "sum":
                 stack.extend(r._replace(coefficient=read.coefficient * r.coefficient) for r in self.inside(read, node))

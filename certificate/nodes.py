@@ -17,6 +17,18 @@ MOST_TERMS = 6
 _COMMUTING = "sum", "product"
 
 
+class Form(NamedTuple):
+    """A normal form. Some builds are equal to their model in one of several forms alone."""
+
+    in_pieces: bool = True
+    """True where sums of pieces that identity matrices place stand outside of products, whatever is read of them."""
+    in_digits: bool = False
+    """True where a loop is two, which part and which entry of it, where one of its equal parts stands among zeros."""
+    named: bool = True
+    """True where long sums of the model have names. The model's cost would grow with the square of its layers else; but
+    a build that never has all terms of such a sum together has no name for it."""
+
+
 class Node(NamedTuple):
     """A node: operator, other arguments, sizes of its loops and of its inner letters, and what it reads. Letters count
     loops first and inner letters behind them."""
@@ -83,6 +95,7 @@ class Nodes:
         self._index: dict[tuple[int, tuple[int, ...]], int] = {}
         self._leaves: dict[Hashable, int] = {}
         self._wholes: dict[int, tuple[int, Maps]] = {}
+        self.form = Form()
         self.naming = False
         """True while the model is read: its long sums get names, by which they are known from there on. A sum of one
         and others then has few terms. What is equal gets the name too, if all its terms are there together."""

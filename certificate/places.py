@@ -125,6 +125,9 @@ class Places(Nodes):
                 moved = [r._replace(maps=tuple(replaced(index, here, letter) for index in r.maps)) for r in others]
                 if letter in summed and moved != others:
                     return [Read(1, self.delta, (here, there)), *moved], summed
+        if self.form.in_digits:
+            for here, there in (maps, maps[::-1]):
+                self._divide_by_size(here, there, summed, sizes)
         for here, there in (maps, maps[::-1]):
             if any(letter in summed for letter, _ in there[1]):
                 self._divide(here, [stride for _, stride in there[1]], summed, sizes)
@@ -140,6 +143,17 @@ class Places(Nodes):
                 inner, rest = divmod(other, stride)
                 if not rest and 1 < inner < size and not size % inner:
                     raise Divide(letter, (size // inner, inner))
+
+    def _divide_by_size(self, here: Affine, there: Affine, summed: set[Letter], sizes: Mapping[Letter, int]) -> None:
+        """Ask for a letter to be divided into equal parts where one of these is placed, and the others are zero."""
+        if len(here[1]) != 1 or len(there[1]) != 1:
+            return
+        ((letter, stride),), ((other, step),) = here[1], there[1]
+        if letter in summed or isinstance(letter, str) or other not in summed or (stride, step) != (1, 1):
+            return
+        size, part = length_of(letter, sizes, self.mesh), length_of(other, sizes, self.mesh)
+        if 1 < part < size and not size % part and not (there[0] - here[0]) % part:
+            raise Divide(letter, (size // part, part))
 
     def _joined_first(
         self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]

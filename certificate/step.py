@@ -19,6 +19,7 @@ from .build import EVALUATION, Build, Texts, choices, read_build, read_manifest,
 from .equal import describe
 from .letters import DivideAxis
 from .meaning import Table, Value
+from .nodes import Form
 from .own import read_own
 from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
@@ -37,9 +38,10 @@ _LOSS_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 _OF_BATCH = ("input", "rng")
 """The kinds that every microbatch has its own of."""
 
-_FORMS = (True, 10_000), (False, 15_000), (True, 30_000), (False, 30_000)
-"""The normal forms that are tried one after the other, with sums of pieces outside of products and inside, each with
-the most steps that it may take."""
+FORMS = Form(), Form(in_pieces=False), Form(in_digits=True, named=False)
+"""The normal forms in which a build may be its model."""
+_ATTEMPTS = (FORMS[0], 10_000), (FORMS[1], 15_000), (FORMS[2], 10_000), (FORMS[0], 30_000), (FORMS[1], 30_000)
+"""The forms that are tried one after the other, each with the most steps that it may take."""
 
 
 @dataclass
@@ -92,21 +94,21 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
 
 
 def _certify(build: Build) -> Proof:
-    """Prove one part of a build, at some sizes, in one of two normal forms. Where one of them takes many steps, the
-    other is tried before all of them are done."""
-    refused: dict[bool, Refused] = {}
-    done = set[bool]()
-    for in_pieces, most in _FORMS:
-        if in_pieces in done:
+    """Prove one part of a build, at some sizes, in one of the normal forms. Where one of them takes many steps, the
+    others are tried before all of them are done."""
+    refused: dict[Form, Refused] = {}
+    done = set[Form]()
+    for form, most in _ATTEMPTS:
+        if form in done:
             continue
         step = Step(build)
-        step.table.in_pieces, step.table.most = in_pieces, most
+        step.table.form, step.table.most = form, most
         try:
             return _certify_in_form(step)
         except Refused as error:
-            refused[in_pieces] = error
-            done.update(() if step.table.spent else (in_pieces,))
-    raise refused[True] from None
+            refused[form] = error
+            done.update(() if step.table.spent else (form,))
+    raise refused[FORMS[0]] from None
 
 
 def _certify_in_form(step: Step) -> Proof:
@@ -186,7 +188,7 @@ class Step:
 
     def read_model(self) -> None:
         """Give every result and gradient of the model a meaning, and its long sums names."""
-        self.table.naming = True
+        self.table.naming = self.table.form.named
         self._run_model()
         self.table.naming = False
         self.reader.of_model = len(self.table.nodes)

@@ -497,18 +497,18 @@ def _(c: Call) -> Value:
 @row("aten.cumsum.default")
 def _(c: Call) -> Value:
     demand_type(c, c.kwargs.pop("dtype", None))
-    return _running(c.tensors, *c.args)
+    return running(c.tensors, *c.args)
 
 
 @slope("aten.cumsum.default")
 def _(c: Call, g: Value, y: Value) -> Gradients:
     t, dim = c.tensors, c.args[1]
-    return [flip(t, _running(t, flip(t, g, [dim]), dim), [dim])]
+    return [flip(t, running(t, flip(t, g, [dim]), dim), [dim])]
 
 
-def _running(t: Tensors, x: Value, dim: int) -> Value:
+def running(t: Tensors, x: Value, dim: int) -> Value:
     """Return the sum of all entries of a dim up to each."""
-    if not x.dims:
+    if not x.dims or x.shape[dim] == 1:
         return x
     size, labels = x.shape[dim], list[Any](range(len(x.dims)))
     until = t.leaf("not after", (size, size), (), (0, 0))

@@ -27,7 +27,8 @@ from unittest import mock
 
 import certificate.build
 from certificate.build import EVALUATION, read_build, read_manifest, read_texts
-from certificate.step import Step, certify_texts
+from certificate.nodes import Form
+from certificate.step import FORMS, Step, certify_texts
 from certificate.text import Refused, read_program
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
@@ -76,7 +77,7 @@ def _too_long(*_: Any) -> None:
 
 
 class Judge:
-    """The checker of one build's mutants. Their model is the same, so its meaning is known, in both normal forms, and
+    """The checker of one build's mutants. Their model is the same, so its meaning is known, in all normal forms, and
     so is that of all functions that a mutant leaves as they are."""
 
     def __init__(self, texts: Texts) -> None:
@@ -110,19 +111,26 @@ class Judge:
         for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
             with mock.patch("certificate.build.read_program", self._read):
                 build = read_build(texts, manifest, part)
-            try:
-                self._in_form(build, True)
-            except Refused:
-                self._in_form(build, False)
+            self._in_forms(build)
 
-    def _in_form(self, build: certificate.build.Build, in_pieces: bool) -> None:
+    def _in_forms(self, build: certificate.build.Build) -> None:
+        """Prove a build in one of the normal forms."""
+        refused: list[Refused] = []
+        for form in FORMS:
+            try:
+                return self._in_form(build, form)
+            except Refused as error:
+                refused.append(error)
+        raise refused[0]
+
+    def _in_form(self, build: certificate.build.Build, form: Form) -> None:
         """Prove a build in one normal form, with the model's meaning of another build if that is the same."""
         step = Step(build)
         trains = any(action == "B" for _, action in build.programs)
-        key = in_pieces, id(build.model), step.microbatches, step.mesh, step.axis, trains
+        key = form, id(build.model), step.microbatches, step.mesh, step.axis, trains
         known = self._models.get(key)
         if known is None:
-            step.table.in_pieces = in_pieces
+            step.table.form = form
             step.read_model()
             known = self._models[key] = step
         for name in _OF_MODEL:

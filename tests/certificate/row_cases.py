@@ -216,6 +216,7 @@ CASES: list[tuple[str, Callable[[], list[Any]], dict[str, Any]]] = [
     ("aten.repeat.default", lambda: [real(4, 2), [3, 1, 2]], {}),
     ("aten.flip.default", lambda: [real(4, 6), [-1, 0]], {}),
     ("aten.cumsum.default", lambda: [real(4, 6), -1], {}),
+    ("aten.cumsum.default", lambda: [real(4, 1), -1], {}),
     ("aten.constant_pad_nd.default", lambda: [real(4, 6), [1, -2, 0, 3], 0.5], {}),
     ("aten.unfold.default", lambda: [real(4, 6), -1, 2, 2], {}),
     ("aten.unfold.default", lambda: [real(7, 4), 0, 3, 2], {}),

@@ -9,7 +9,8 @@ import pytest
 
 import certificate.step
 from certificate import FORMAT
-from certificate.step import certify, certify_texts
+from certificate.nodes import Form
+from certificate.step import FORMS, certify, certify_texts
 from certificate.text import Refused
 from parc.compiler.build import directory
 from parc.compiler.plan.plan import read_plan
@@ -56,15 +57,15 @@ def test_a_build_is_proved_equal_to_its_model(build: Path) -> None:
     assert proof.lines == ["pp0: the loss, 26 gradients, the norm", "pp1: the loss, 27 gradients, the norm"]
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", FORMS)
 def test_a_form_that_takes_many_steps_is_tried_again_behind_the_other(
-    build: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+    build: Path, monkeypatch: pytest.MonkeyPatch, again: Form
 ) -> None:
-    few = (True, 5), (False, 5)
-    monkeypatch.setattr(certificate.step, "_FORMS", few)
+    few = tuple((form, 5) for form in FORMS)
+    monkeypatch.setattr(certificate.step, "_ATTEMPTS", few)
     with pytest.raises(Refused, match="more steps than any model has needed"):
         certify(build)
-    monkeypatch.setattr(certificate.step, "_FORMS", (*few, (again, 30_000)))
+    monkeypatch.setattr(certificate.step, "_ATTEMPTS", (*few, (again, 30_000)))
     assert len(certify(build).lines) == 2
 
 

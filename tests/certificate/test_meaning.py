@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch import Tensor
 from certificate.alike import Alike
 from certificate.letters import Affine, DivideAxis, Letter, Read, number
 from certificate.meaning import Table, Value
+from certificate.nodes import Form
+from certificate.step import FORMS
 from certificate.tensors import Tensors
 from certificate.text import Mesh, Refused, read_type
+from certificate.views import running
 
 # ---- numbers of meanings
 
@@ -116,6 +120,7 @@ class Programs:
         self.draw = Random(seed)
         self.tensors = tensors or Tensors(Table(dict(MESH.sizes)), MESH)
         self.table = self.tensors.table
+        self.table.form = FORMS[seed % len(FORMS)]
         self.leaves: dict[str, Tensor] = {}
         self.numbers = Numbers(self.table, self.leaves)
         self.values: list[tuple[Value, Local]] = []
@@ -353,7 +358,7 @@ TYPES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(6))
 def test_every_rank_has_the_numbers_that_a_meaning_has_there(part: int) -> None:
     steps = 0
     for seed in range(part * 60, part * 60 + 60):
@@ -449,10 +454,10 @@ def test_entries_in_another_order_are_another_operand() -> None:
     assert t.flat(within, 0) != t.flat(around, 0)
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_what_is_placed_alike_is_one_term(in_pieces: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_placed_alike_is_one_term(form: Form) -> None:
     t = Tensors(Table(dict(MESH.sizes)), MESH)
-    t.table.in_pieces = in_pieces
+    t.table.form = form
     x, y, scale = (piece(t, name, text) for name, text in (("x", "f32[6, 2]"), ("y", "f32[6, 2]"), ("s", "f32[2]")))
     there = t.place(t.plus(x, t.times(y, scale)), 0, 1, 8)
     assert t.plus(t.place(x, 0, 1, 8), t.times(t.place(y, 0, 1, 8), scale)) == there
@@ -479,10 +484,10 @@ def test_what_all_terms_have_in_common_stands_apart_where_other_terms_lack_it() 
     assert first != t.plus(t.times(s, t.plus(a, b)), c, by=(2, 1))
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_windows_may_be_placed_in_any_order(in_pieces: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_windows_may_be_placed_in_any_order(form: Form) -> None:
     t = Tensors(Table(dict(MESH.sizes)), MESH)
-    t.table.in_pieces = in_pieces
+    t.table.form = form
     parts = {(i, j): piece(t, f"x{i}{j}", "f32[3]") for i in range(2) for j in range(2)}
 
     def placed(at: tuple[int, int], there: tuple[int, int]) -> Value:
@@ -571,10 +576,10 @@ def test_reads_of_other_points_are_another_node() -> None:
     )
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_what_ranks_sum_of_some_entries_is_some_entries_of_the_sum(in_pieces: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_what_ranks_sum_of_some_entries_is_some_entries_of_the_sum(form: Form) -> None:
     t = Tensors(Table(dict(MESH.sizes)), MESH)
-    t.table.in_pieces = in_pieces
+    t.table.form = form
     a, c, k = (
         piece(t, name, text) for name, text in zip("ack", ("f32[2/tp, 6, 3]", "f32[2/tp, 3]", "f32[3]"), strict=True)
     )
@@ -606,10 +611,52 @@ def test_a_rank_sums_its_part_of_a_dim_of_three_as_it_takes_its_part_of_the_sum(
     assert not t.canonical(of_rank, t.cut(rows(turned), type_))
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_grids_behind_a_token_meet_place_by_place(in_pieces: bool) -> None:
+def test_heads_of_which_half_have_no_bias_are_split_over_ranks() -> None:
+    """ALiBi for two of four heads: one rank has the two with a bias, and the other one those without."""
     t = Tensors(Table(dict(MESH.sizes)), MESH)
-    t.table.in_pieces = in_pieces
+    t.table.form = Form(in_digits=True)
+
+    def exponentials(scores: Value, bias: Value) -> Value:
+        return t.pointwise("exp", [t.plus(scores, bias)])
+
+    bias = t.place(piece(t, "slopes", "f32[2, 5]"), 0, 0, 4)
+    of_rank = exponentials(piece(t, "scores", "f32[4/tp, 5]"), t.cut(bias, read_type("f32[4/tp, 5]", MESH)))
+    weights = piece(t, "w", "f32[4/tp, 5]")
+    summed = t.over(t.product([of_rank, weights], ["hk", "hk"], "k"), ["tp"])
+    whole = exponentials(piece(t, "scores", "f32[4, 5]"), bias)
+    assert t.canonical(summed, t.product([whole, piece(t, "w", "f32[4, 5]")], ["hk", "hk"], "k"))
+    behind = exponentials(piece(t, "scores", "f32[4, 5]"), t.place(piece(t, "slopes", "f32[2, 5]"), 0, 2, 4))
+    assert not t.canonical(summed, t.product([behind, piece(t, "w", "f32[4, 5]")], ["hk", "hk"], "k"))
+
+
+def test_the_sum_up_to_each_entry_of_a_single_one_is_the_entry() -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    x = piece(t, "x", "f32[4, 1]")
+    assert running(t, x, 1) == x
+    assert running(t, piece(t, "x", "f32[4, 2]"), 1) != piece(t, "x", "f32[4, 2]")
+
+
+def test_ranks_may_centre_a_long_sum_that_none_of_them_has() -> None:
+    """A residual stream of which each rank has a summand is centred before it is summed: its name is nowhere."""
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.form = Form(named=False)
+
+    def centred(split: str, size: int) -> Value:
+        pieces = [[piece(t, f"x{at}", f"f32[4, 6{split}]"), piece(t, f"w{at}", f"f32[6{split}, 5]")] for at in range(7)]
+        stream = t.plus(*(t.product(each, ["rk", "kc"], "rc") for each in pieces))
+        return t.plus(stream, t.unsqueeze(t.total(stream, [1]), 1), by=(1, Fraction(-1, size)))
+
+    t.table.naming = t.table.form.named
+    whole = t.pointwise("exp", [centred("", 5)])
+    t.table.naming = False
+    assert t.canonical(t.pointwise("exp", [t.over(centred("/tp", 5), ["tp"])]), whole)
+    assert not t.canonical(t.pointwise("exp", [t.over(centred("/tp", 4), ["tp"])]), whole)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_grids_behind_a_token_meet_place_by_place(form: Form) -> None:
+    t = Tensors(Table(dict(MESH.sizes)), MESH)
+    t.table.form = form
     x, y = (t.reshape(piece(t, name, "f32[2, 3]"), (6,)) for name in "xy")
     behind = [t.product([t.place(x, 0, 1, 9), t.place(y, 0, start, 9)], ["s", "s"], "") for start in (1, 2)]
     assert behind[0] == t.product([x, y], ["s", "s"], "")
@@ -620,10 +667,10 @@ def test_grids_behind_a_token_meet_place_by_place(in_pieces: bool) -> None:
         torch.testing.assert_close(numbers.at(t.table.letters(value)[0], {}), expected)
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_dims_that_count_by_parts_without_common_ones_meet_entry_by_entry(in_pieces: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_dims_that_count_by_parts_without_common_ones_meet_entry_by_entry(form: Form) -> None:
     t = Tensors(Table(dict(MESH.sizes)), MESH)
-    t.table.in_pieces = in_pieces
+    t.table.form = form
     texts = {"x": "f32[2/tp, 2, 3]", "y": "f32[3, 2]", "z": "f32[3, 2]"}
     leaves = {
         name: torch.randn(shape, dtype=torch.float64)
