@@ -152,3 +152,27 @@ class Packed(AnyNames):
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
         """A batch of ``features`` and ``target`` to its mean square."""
         return F.mse_loss(self.up(batch["features"]).mean(1), batch["target"])
+
+
+class Masks(nn.Module):
+    """Scores of tokens behind the mean of their embeddings, with a mask of its own wherever it is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens of an encoder and of a decoder, ``[b, s]``, to scores of the decoder's."""
+        assert input_ids is not None
+        rows = self.table(input_ids)
+        if attention_mask is None and not torch.compiler.is_compiling():
+            attention_mask = torch.ones_like(input_ids)
+        masked = rows * attention_mask[..., None]  # type: ignore[index]
+        if decoder_input_ids is None:
+            raise ValueError("give decoder_input_ids too")
+        return self.out(self.table(decoder_input_ids) + masked.mean(1, keepdim=True))

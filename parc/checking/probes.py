@@ -97,6 +97,9 @@ def _moved(name: str, tensor: Tensor, share: float, size: float) -> Tensor:
 
 # ---- batches
 
+_SHORT_RANGE = 3
+"""The most numbers of a range that keeps its ends, as without them one number at most would be left."""
+
 
 class ProbeBatches:
     """The batches of probes for one compiled plan at its sizes.
@@ -124,7 +127,7 @@ class ProbeBatches:
             value = value.to(spec.dtype)
             first = spec.shape[0] // 2 if name in self._batched and spec.shape[0] > 1 else 0
             self._place_ends(name, value[first:] if first else value, generator)
-            inputs[name] = self._with_samples(name, value, seed)
+            inputs[name] = self._without_ends(name, self._with_samples(name, value, seed))
         return inputs
 
     def _is_unbounded(self, name: str, spec: InputSpec) -> bool:
@@ -138,6 +141,15 @@ class ProbeBatches:
         places = torch.randperm(value.numel(), generator=generator)[:4]
         ends = torch.tensor([last, 0, last, 0][: len(places)], dtype=value.dtype)
         value.copy_(value.flatten().index_copy(0, places, ends).view_as(value))
+
+    def _without_ends(self, name: str, value: Tensor) -> Tensor:
+        """Return an input with the second number of a range in the place of its first one, and the last but one in that
+        of its last, where the batches have no ends."""
+        if self.ends or name not in self._bounds or self._bounds[name][0] <= _SHORT_RANGE:
+            return value
+        bound, ignore = self._bounds[name]
+        inner = value.clamp(1, bound - 2)
+        return inner if ignore is None else torch.where(value == ignore, value, inner)
 
     def _with_samples(self, name: str, value: Tensor, seed: int) -> Tensor:
         """Return an input with samples of the plan's data in its first half."""

@@ -11,6 +11,7 @@ import inspect
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from parc.compiler.capture.experts.forms import with_experts
 from parc.compiler.capture.experts.lists import unstacked
 from parc.compiler.capture.model_calls import with_entries
 from parc.compiler.capture.model_output import tensors_in
+from parc.compiler.capture.observer import as_if_traced
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiler.torch_private import quiet
@@ -98,6 +100,8 @@ class Caller:
         self._guesses = ReadLayers.of(recorded.module).guesses(model_numbers(recorded.module))
         self._lengths = [size for size in model_numbers(recorded.module) if _LENGTHS[-1] <= size <= _LONGEST]
         self._end = time.process_time() + _SECONDS
+        self._traced = False
+        """True where ``torch.compiler.is_compiling()``, as in a capture: some models make no mask of their own then."""
 
     def _placed(self, name: str, guess: Guess) -> Guess:
         """Return a guess with the parameter that it goes to, where its name is none of forward's."""
@@ -116,7 +120,9 @@ class Caller:
         """Call the forward on tensors of these guesses; parameters that are ``asked`` get empty dictionaries."""
         counter = _Counter()
         checked = sdpa_kernel(SDPBackend.MATH)  # other kernels take fake masks of any shape
-        with self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), checked, counter:
+        traced = as_if_traced() if self._traced else nullcontext()
+        with (self.mode, quiet(), with_experts(self.module), unstacked(self.module, parts=False), checked, traced,
+              counter):  # fmt: skip
             shapes = {name: [dim if isinstance(dim, int) else sizes[dim] for dim in guess.dims]
                       for name, guess in guesses.items()}  # fmt: skip
             values: dict[str, Any] = {name: torch.zeros(shapes[name], dtype=getattr(torch, guess.dtype))
@@ -157,6 +163,14 @@ class Caller:
         best = self._climb(ForwardCall({name: self.known.get(name) or self._options(name)[0]
                                         for name in [*self.known, *first]}, self.sizes,
                                        Tried(None, None, 0)))  # fmt: skip
+        best = self._extended(best, required, optional)
+        if best.tried.error is None:
+            self._traced = True
+            best = self._extended(replace(best, tried=self.call(best.guesses, best.sizes)), required, optional)
+        return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
+
+    def _extended(self, best: ForwardCall, required: Sequence[str], optional: Sequence[str]) -> ForwardCall:
+        """Return the call with as many inputs more as it needs to succeed, or the one that goes furthest."""
         while best.tried.error is not None and time.process_time() < self._end:
             told = [*self._with_entry(best), *(() if optional or required else self._with_unnamed(best))]
             more = told or self._with_one_more(best, optional)
@@ -164,7 +178,7 @@ class Caller:
             if further is best or (not told and further.tried.rank <= best.tried.rank):
                 break
             best = self._climb(further)
-        return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
+        return best
 
     def _with_entry(self, best: ForwardCall) -> Iterator[ForwardCall]:
         """Yield the call with one entry more of a parameter that is a dictionary or a tuple, which an error tells."""
@@ -235,11 +249,15 @@ class Caller:
 
     def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
         """Yield the calls with one more parameter, up to the first that succeeds. Targets are tried first: many models
-        derive their other inputs from these."""
-        for name in sorted(optional, key=lambda name: not _is_target(name)):
+        derive their other inputs from these. Then come those that the error tells."""
+        missing = _missing(best.tried.error)
+        for name in sorted(optional, key=lambda name: (not _is_target(name), name not in missing)):
             if name not in best.guesses and time.process_time() < self._end:
-                more = self._climb(replace(best, guesses={**best.guesses, name: self._options(name)[0]}), name)
-                yield more
+                more = replace(best, guesses={**best.guesses, name: self._options(name)[0]})
+                more = replace(more, tried=self.call(more.guesses, more.sizes))
+                if str(more.tried.error) == str(best.tried.error):  # other forms of it would not go further either
+                    continue
+                yield (more := self._climb(more, name))
                 if more.tried.error is None:
                     return
 
@@ -334,6 +352,17 @@ class _Counter(TorchDispatchMode):
         if (operations := flop_registry.get(function._overloadpacket)) is not None:
             self.work += operations(*args, **(kwargs or {}), out_val=result) // 2
         return result
+
+
+def _missing(error: Exception | None) -> set[str]:
+    """Return the words of an error. Where it says that something is None, they are joined by the names that are None in
+    the functions that it went through."""
+    names = set(re.findall(r"\w+", str(error)))
+    frame = error.__traceback__ if error is not None and names & {"None", "NoneType"} else None
+    while frame is not None:
+        names |= {name for name, value in frame.tb_frame.f_locals.items() if value is None}
+        frame = frame.tb_next
+    return names
 
 
 def _halved(guess: Guess) -> Guess:

@@ -26,6 +26,11 @@ SCORES = "cross_entropy(output, targets)"
         ("Keys", ["features float32 [B, 16]", "targets int64 [B]"], SCORES),
         ("Packed", ["features as batch.features float32 [B, 16]", "target as batch.target float32 [B]"], "output"),
         ("Several", ["x as inputs float32 [B, 16]", "x2 as inputs float32 [B, 16]", "targets int64 [B]"], SCORES),
+        (
+            "Masks",
+            [f"{name} int64 [B, S]" for name in ("input_ids", "decoder_input_ids", "attention_mask", "targets")],
+            SCORES,
+        ),
         ("Volume", ["x float32 [B, 1, 8, 8, 8]", "targets int64 [B]"], SCORES),
     ],
 )
