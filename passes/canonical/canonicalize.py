@@ -57,6 +57,7 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     order = {node: index for index, node in enumerate(copy.nodes)}
     for node in order:
         _join_slices(rewriter, node, order)
+    _merge_equal(rewriter)
     copy.eliminate_dead_code()
     copy.lint()
     return copy
@@ -90,6 +91,22 @@ def _join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) 
                 part = c.graph.call_function(operator.getitem, (split, index))
             copy_facts(cut, part)
             c.replace(cut, part)
+
+
+def _merge_equal(c: Canonicalizer) -> None:
+    """Compute once what a module computes twice of the same values, as ``x - mean`` in a norm that is written by hand:
+    ranks would keep both, and perhaps sum both."""
+    known: dict[tuple[str, ...], fx.Node] = {}
+    for node in list(c.graph.nodes):
+        if node.op != "call_function" or not node.all_input_nodes or noted(node).chosen is not None:
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        of = noted(node)
+        place = of.origin.module, str(of.block), str(of.in_loss), str(of.recompute)
+        first = known.setdefault((str(node.target), repr(node.args), repr(node.kwargs), *place), node)
+        if first is not node:
+            c.replace(node, first)
 
 
 # ---- rewrites of views, biases, cross entropy and indices

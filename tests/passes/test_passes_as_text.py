@@ -99,6 +99,32 @@ def test_the_canonical_form_takes_biases_out_and_writes_means_as_sums() -> None:
     ]
 
 
+def test_what_a_module_computes_twice_of_the_same_values_is_computed_once() -> None:
+    text = function(
+        [X],
+        [
+            "abs = aten.abs.default(x)  # f32[8, 4]",
+            "sub = aten.sub.Tensor(x, abs)  # f32[8, 4]",
+            "pow = aten.pow.Tensor_Scalar(sub, 2)  # f32[8, 4]",
+            "sub_1 = aten.sub.Tensor(x, abs)  # f32[8, 4]",
+            "mul = aten.mul.Tensor(sub_1, pow)  # f32[8, 4]",
+            "sub_2 = aten.sub.Tensor(x, abs)  # f32[8, 4] | net.norm net.py:4",
+            "drop = aten.dropout.default(sub_2, 0.5, True)  # f32[8, 4]",
+            "drop_1 = aten.dropout.default(sub_2, 0.5, True)  # f32[8, 4]",
+            "mul_1 = aten.mul.Tensor(mul, drop)  # f32[8, 4]",
+            "mul_2 = aten.mul.Tensor(mul_1, drop_1)  # f32[8, 4]",
+            "sum = aten.sum.default(mul_2)  # f32[]",
+        ],
+    )
+    lines = [row.partition("  #")[0] for row in rows(text_of(canonicalize(graph_of(text))))]
+    assert [line for line in lines if "aten.sub" in line or "aten.mul" in line][:3] == [
+        "sub = aten.sub.Tensor(x, abs)",
+        "mul = aten.mul.Tensor(sub, pow)",
+        "sub_1 = aten.sub.Tensor(x, abs)",  # of another module, which may be another stage's
+    ]
+    assert len([line for line in lines if "aten.dropout" in line]) == 2
+
+
 def test_slices_that_make_up_a_dim_become_one_split() -> None:
     text = function(
         [X],
