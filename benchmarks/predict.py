@@ -500,6 +500,8 @@ def main() -> int:
         for text in scale():
             print(text, flush=True)
         return 0
+    if not args.csv.is_file():
+        parser.error(f"there is no table `{args.csv}`: name one of measured runs, as `make predict RUNS=runs.csv`")
     with open(args.csv, newline="", encoding="utf-8") as file:
         rows: list[Row] = [row for row in csv.DictReader(file) if args.source in row["source"]]
     cases: list[tuple[Row, Case]] = []

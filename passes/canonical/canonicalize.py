@@ -95,16 +95,20 @@ def _join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) 
 
 def _merge_equal(c: Canonicalizer) -> None:
     """Compute once what a module computes twice of the same values, as ``x - mean`` in a norm that is written by hand:
-    ranks would keep both, and perhaps sum both."""
+    ranks would keep both, and perhaps sum both. What it computes again behind another module stays: another stage may
+    do so, and the value would be kept in between."""
     known: dict[tuple[str, ...], fx.Node] = {}
+    module = None
     for node in list(c.graph.nodes):
-        if node.op != "call_function" or not node.all_input_nodes or noted(node).chosen is not None:
+        of = noted(node)
+        if node.op != "call_function" or not node.all_input_nodes or of.chosen is not None:
             continue
+        if of.origin.module != module:
+            known, module = {}, of.origin.module
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
-        of = noted(node)
-        place = of.origin.module, str(of.block), str(of.in_loss), str(of.recompute)
-        first = known.setdefault((str(node.target), repr(node.args), repr(node.kwargs), *place), node)
+        call = str(node.target), repr(node.args), repr(node.kwargs), str(of.in_loss), str(of.recompute)
+        first = known.setdefault(call, node)
         if first is not node:
             c.replace(node, first)
 

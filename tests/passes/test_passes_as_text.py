@@ -120,7 +120,7 @@ def test_what_a_module_computes_twice_of_the_same_values_is_computed_once() -> N
     assert [line for line in lines if "aten.sub" in line or "aten.mul" in line][:3] == [
         "sub = aten.sub.Tensor(x, abs)",
         "mul = aten.mul.Tensor(sub, pow)",
-        "sub_1 = aten.sub.Tensor(x, abs)",  # of another module, which may be another stage's
+        "sub_1 = aten.sub.Tensor(x, abs)",  # of another module, perhaps of another stage
     ]
     assert len([line for line in lines if "aten.dropout" in line]) == 2
 
