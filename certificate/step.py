@@ -94,7 +94,7 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
 
 
 def _certify(build: Build) -> Proof:
-    """Prove one part of a build, at some sizes, in one of the normal forms. Where one of them takes many steps, the
+    """Prove one part of a build, at some sizes, in one of the normal forms. If one of them takes many steps, the
     others are tried before all of them are done."""
     refused: dict[Form, Refused] = {}
     done = set[Form]()

@@ -176,3 +176,30 @@ class Masks(nn.Module):
         if decoder_input_ids is None:
             raise ValueError("give decoder_input_ids too")
         return self.out(self.table(decoder_input_ids) + masked.mean(1, keepdim=True))
+
+
+class Optional(nn.Module):
+    """Three tables, each of an optional input: without any of them the forward fails in the same words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.context = nn.Embedding(50, 8), nn.Embedding(60, 8), nn.Embedding(7, 8)
+
+    def forward(self, user: Any = None, item: Any = None, context: Any = None) -> torch.Tensor:
+        """Three numbers of each sample and position, to what they mean together."""
+        return self.user(user) * self.item(item) * self.context(context)
+
+
+class Lengths(nn.Module):
+    """The sum of a sample's first rows: without its length, and with one of two dims, it fails in the same words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+        """Tokens and lengths, ``[b, s]`` and ``[b]``, to scores."""
+        if not torch.is_tensor(lengths) or lengths.dim() != 1:
+            raise ValueError("needs one length a sample")
+        kept = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        return self.out((self.table(ids) * kept[..., None]).sum(1))

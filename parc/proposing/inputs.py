@@ -68,6 +68,10 @@ class Tried:
         """The key by which calls are compared: the largest is best."""
         return self.error is None, self.operators
 
+    def fails_as(self, other: Tried) -> bool:
+        """Return whether a call fails in the words of another one, after as many operators."""
+        return self.error is not None and str(self.error) == str(other.error) and self.operators == other.operators
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
@@ -166,7 +170,10 @@ class Caller:
         best = self._extended(best, required, optional)
         if best.tried.error is None:
             self._traced = True
-            best = self._extended(replace(best, tried=self.call(best.guesses, best.sizes)), required, optional)
+            again = replace(best, tried=self.call(best.guesses, best.sizes))
+            traced = self._extended(again, required, optional)
+            self._traced = traced.tried.error is None
+            best = traced if self._traced else best
         return best if best.tried.error is not None else self._shorter(self._wider(best, optional))
 
     def _extended(self, best: ForwardCall, required: Sequence[str], optional: Sequence[str]) -> ForwardCall:
@@ -251,15 +258,23 @@ class Caller:
         """Yield the calls with one more parameter, up to the first that succeeds. Targets are tried first: many models
         derive their other inputs from these. Then come those that the error tells."""
         missing = _missing(best.tried.error)
+        unmoved: list[tuple[str, ForwardCall]] = []
+        further = False
         for name in sorted(optional, key=lambda name: (not _is_target(name), name not in missing)):
             if name not in best.guesses and time.process_time() < self._end:
-                more = replace(best, guesses={**best.guesses, name: self._options(name)[0]})
-                more = replace(more, tried=self.call(more.guesses, more.sizes))
-                if str(more.tried.error) == str(best.tried.error):  # other forms of it would not go further either
+                guesses = {**best.guesses, name: self._options(name)[0]}
+                more = replace(best, guesses=guesses, tried=self.call(guesses, best.sizes))
+                if more.tried.fails_as(best.tried):
+                    unmoved.append((name, more))
                     continue
                 yield (more := self._climb(more, name))
                 if more.tried.error is None:
                     return
+                further = further or more.tried.rank > best.tried.rank
+        for name, more in () if further else unmoved:  # they change nothing in their first form
+            yield (more := self._climb(more, name))
+            if more.tried.error is None:
+                return
 
     def with_targets(self, call: ForwardCall) -> Iterator[tuple[str, ForwardCall]]:
         """Yield the calls that succeed with one more parameter, an optional one with the name of targets."""
@@ -355,7 +370,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _missing(error: Exception | None) -> set[str]:
-    """Return the words of an error. Where it says that something is None, they are joined by the names that are None in
+    """Return the words of an error. If it says that something is None, they are joined by the names that are None in
     the functions that it went through."""
     names = set(re.findall(r"\w+", str(error)))
     frame = error.__traceback__ if error is not None and names & {"None", "NoneType"} else None

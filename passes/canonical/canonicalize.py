@@ -94,20 +94,24 @@ def _join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) 
 
 
 def _merge_equal(c: Canonicalizer) -> None:
-    """Compute once what a module computes twice of the same values, as ``x - mean`` in a norm that is written by hand:
-    ranks would keep both, and perhaps sum both. What it computes again behind another module stays: another stage may
-    do so, and the value would be kept in between."""
+    """Make one of equal calls on the same values that follow in one module, as of ``x - mean`` in a norm written by
+    hand: ranks would keep both, and perhaps sum both. A call behind another module stays, as it may be another stage's;
+    so does one with numbers, which may be equal at these sizes alone, and one that other modules read, by its name."""
     known: dict[tuple[str, ...], fx.Node] = {}
     module = None
     for node in list(c.graph.nodes):
         of = noted(node)
-        if node.op != "call_function" or not node.all_input_nodes or of.chosen is not None:
+        if node.op != "call_function":
             continue
         if of.origin.module != module:
             known, module = {}, of.origin.module
+        if node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+            continue
+        if any(noted(user).origin.module != module or user.op == "output" for user in node.users):
+            continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
-        call = str(node.target), repr(node.args), repr(node.kwargs), str(of.in_loss), str(of.recompute)
+        call = str(node.target), str(node.args), str((of.in_loss, of.token_losses, of.recompute, of.chosen))
         first = known.setdefault(call, node)
         if first is not node:
             c.replace(node, first)

@@ -31,6 +31,12 @@ SCORES = "cross_entropy(output, targets)"
             [f"{name} int64 [B, S]" for name in ("input_ids", "decoder_input_ids", "attention_mask", "targets")],
             SCORES,
         ),
+        (
+            "Optional",
+            [*(f"{name} int64 [B, S]" for name in ("user", "item", "context")), "target float32 [B, S, 8]"],
+            f"{SQUARES} (output, target)",
+        ),
+        ("Lengths", ["ids int64 [B, S]", "lengths int64 [B]", "targets int64 [B]"], SCORES),
         ("Volume", ["x float32 [B, 1, 8, 8, 8]", "targets int64 [B]"], SCORES),
     ],
 )

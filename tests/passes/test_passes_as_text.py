@@ -125,6 +125,19 @@ def test_what_a_module_computes_twice_of_the_same_values_is_computed_once() -> N
     assert len([line for line in lines if "aten.dropout" in line]) == 2
 
 
+def test_calls_that_are_equal_at_these_sizes_alone_stay_apart() -> None:
+    text = function(
+        [X],
+        [
+            "div = aten.div.Tensor(x, 8)  # f32[8, 4]",
+            "div_1 = aten.div.Tensor(x, 8)  # f32[8, 4]",
+            "mul = aten.mul.Tensor(div, div_1)  # f32[8, 4]",
+            "sum = aten.sum.default(mul)  # f32[]",
+        ],
+    )
+    assert "mul = aten.mul.Tensor(div, div_1)  # f32[8, 4]" in rows(text_of(canonicalize(graph_of(text))))
+
+
 def test_slices_that_make_up_a_dim_become_one_split() -> None:
     text = function(
         [X],
