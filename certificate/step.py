@@ -40,7 +40,7 @@ _OF_BATCH = ("input", "rng")
 
 FORMS = Form(), Form(in_pieces=False), Form(in_digits=True, named=False)
 """The normal forms in which a build may be its model."""
-_ATTEMPTS = (FORMS[0], 10_000), (FORMS[1], 15_000), (FORMS[0], 30_000), (FORMS[1], 30_000), (FORMS[2], 10_000)
+ATTEMPTS = (FORMS[0], 10_000), (FORMS[1], 15_000), (FORMS[0], 30_000), (FORMS[1], 30_000), (FORMS[2], 10_000)
 """The forms that are tried one after the other, each with the most steps that it may take."""
 
 
@@ -98,7 +98,7 @@ def _certify(build: Build) -> Proof:
     others are tried before all of them are done."""
     refused: dict[Form, Refused] = {}
     done = set[Form]()
-    for form, most in _ATTEMPTS:
+    for form, most in ATTEMPTS:
         if form in done:
             continue
         step = Step(build)

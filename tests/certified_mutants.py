@@ -28,7 +28,7 @@ from unittest import mock
 import certificate.build
 from certificate.build import EVALUATION, read_build, read_manifest, read_texts
 from certificate.nodes import Form
-from certificate.step import FORMS, Step, certify_texts
+from certificate.step import ATTEMPTS, Step, certify_texts
 from certificate.text import Refused, read_program
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
@@ -116,21 +116,21 @@ class Judge:
     def _in_forms(self, build: certificate.build.Build) -> None:
         """Prove a build in one of the normal forms."""
         refused: list[Refused] = []
-        for form in FORMS:
+        for form, most in dict(ATTEMPTS).items():
             try:
-                return self._in_form(build, form)
+                return self._in_form(build, form, most)
             except Refused as error:
                 refused.append(error)
         raise refused[0]
 
-    def _in_form(self, build: certificate.build.Build, form: Form) -> None:
+    def _in_form(self, build: certificate.build.Build, form: Form, most: int) -> None:
         """Prove a build in one normal form, with the model's meaning of another build if that is the same."""
         step = Step(build)
         trains = any(action == "B" for _, action in build.programs)
         key = form, id(build.model), step.microbatches, step.mesh, step.axis, trains
         known = self._models.get(key)
         if known is None:
-            step.table.form = form
+            step.table.form, step.table.most = form, most
             step.read_model()
             known = self._models[key] = step
         for name in _OF_MODEL:

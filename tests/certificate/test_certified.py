@@ -62,10 +62,10 @@ def test_a_form_that_takes_many_steps_is_tried_again_behind_the_other(
     build: Path, monkeypatch: pytest.MonkeyPatch, again: Form
 ) -> None:
     few = tuple((form, 5) for form in FORMS)
-    monkeypatch.setattr(certificate.step, "_ATTEMPTS", few)
+    monkeypatch.setattr(certificate.step, "ATTEMPTS", few)
     with pytest.raises(Refused, match="more steps than any model has needed"):
         certify(build)
-    monkeypatch.setattr(certificate.step, "_ATTEMPTS", (*few, (again, 30_000)))
+    monkeypatch.setattr(certificate.step, "ATTEMPTS", (*few, (again, 30_000)))
     assert len(certify(build).lines) == 2
 
 
