@@ -15,6 +15,7 @@ from parc.advice import warnings_of
 from parc.cli import main
 from parc.cli.terminal import text_table
 from parc.compiler.analysis.across_nodes import NodeSpread
+from parc.compiler.analysis.flops import stage_flops
 from parc.compiler.analysis.lifetimes import aliases
 from parc.compiler.clock.cluster import (
     Cluster,
@@ -44,7 +45,7 @@ from parc.measuring import (
     program_text,
     sum_probe,
 )
-from tests.checked_plans import compiled
+from tests.checked_plans import EXAMPLES, compiled
 
 H100 = find_cluster("h100-sxm")
 TEXT = cluster_file("h100-sxm").read_text()
@@ -166,6 +167,27 @@ def test_a_slow_operator_on_packed_rows_counts_the_rows_that_are_there() -> None
         return float(LineTimes(program, slow, Habits(), aliases(program)).of(program.main)[0].seconds)
 
     assert seconds("f32[64, 16] 2 of 8") == pytest.approx(seconds("f32[16, 16]")) == pytest.approx(256e-6)
+
+
+def test_a_rank_multiplies_the_rows_of_its_own_experts() -> None:
+    """On each of four ranks: a quarter of the rows that tokens choose, whether experts are split or not."""
+    plan = (EXAMPLES / "moe.parc").read_text()
+    layouts = [{"dp": 4, "ep": 1}, {"dp": 2, "ep": 2}, {"dp": 1, "ep": 4}]
+    work = [stage_flops(compiled(plan, **sizes).build.roles) for sizes in layouts]
+    assert work[0] == work[1] == work[2] and all(work[0][0].values())
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(128, 0.25), (384, 0.375)])
+def test_a_grouped_product_is_slow_if_experts_have_few_rows(tokens: int, share: float) -> None:
+    """One of four experts a token: 32 and 96 rows, of an expert that needs 32 for half of its share."""
+    cluster = bare(products=replace(bare().products, grouped=0.5, grouped_ramp=32.0))
+    values = {"x": f"f32[{4 * tokens}, 8] 1 of 4", "m": f"bool[4, {tokens}]", "w": "f32[4, 16, 8]"}
+    line = TimedLine(
+        "product", values, "parc.expert_linear.default(x, m, w, False, 1)", f"f32[{4 * tokens}, 16] 1 of 4"
+    )
+    program = parse_program(program_text("dp=1", [line]))
+    seconds = LineTimes(program, cluster, Habits(), aliases(program)).of(program.main)[0].seconds
+    assert seconds == pytest.approx(2 * tokens * 8 * 16 / (1e12 * share))
 
 
 # ---- links

@@ -135,7 +135,7 @@ def local_call(line: Line, values: Mapping[str, Value], mesh: Mesh) -> OpCall:
         line = replace(line, op=RINGS[line.op].attention, args=tuple(RINGS[line.op].inner(line.args)))
     call = line_call(line, operands, results, lambda size: size.local(mesh))
     shapes, results_shapes = (tuple(type_.local(mesh) for type_ in types) for types in (operands, results))
-    return replace(call, operands=shapes, results=results_shapes)
+    return replace(call, operands=shapes, results=results_shapes, packed=operands[0].packed if operands else None)
 
 
 def _as_operand(

@@ -101,7 +101,10 @@ class ProductShares:
     """The share of the peak of attention's forward, counted without the hidden half of a causal mask."""
     attention_backward: float = _number(_SHARE)
     grouped: float = _number(_SHARE)
-    """The share of the peak that products over the experts' packed rows reach."""
+    """The share of the peak that products over the experts' packed rows reach with many rows for each expert."""
+    grouped_ramp: float = _number(NumberBound(0, 1e5, "a number of rows of an expert, as 200"), 0.0)
+    """The rows of an expert with which they reach half of that share: an expert's last tiles are not full, and its
+    weights are read for few rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ class LineTimes:
         if _ATTENTION.match(call.op):
             seconds = self._attention(call, work, dtype)
         elif row.packs:
-            seconds = 2 * work / (cluster.peak_of(dtype) * cluster.products.grouped)
+            ramp = cluster.products.grouped_ramp / greatest(1.0, self._rows_of_expert(line, function))
+            seconds = 2 * work * (1 + ramp) / (cluster.peak_of(dtype) * cluster.products.grouped)
         else:
             shape = call.results[0] or (1,)
             batched = len(shape) > 2 and all(len(operand) > 2 for operand in call.operands[:2])
@@ -141,6 +142,13 @@ class LineTimes:
         size = self._bytes(line, function)
         read = size / cluster.bandwidth(size)
         return greatest(seconds + cluster.products.reading * read, read, cluster.device.launch)
+
+    def _rows_of_expert(self, line: Line, function: Function) -> Amount:
+        """Return the rows of each expert in a grouped product, if all are chosen equally often."""
+        types = [function.values()[name].type for name in line.uses]
+        chosen = next(type_ for type_ in types if type_.dtype.is_floating_point is False)
+        present, rows = types[0].packed or (1, 1)
+        return chosen.local(self.program.mesh)[1] * present / rows
 
     def _attention(self, call: OpCall, work: int, dtype: str) -> Amount:
         cluster, backward = self.cluster, facts(call.op).backward

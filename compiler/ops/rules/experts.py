@@ -20,7 +20,12 @@ def _by_weights(plain: str, transposed: str, linear: str) -> Ruling:
 
 def _chosen_flops(ruling: Ruling) -> Callable[[OpCall], int]:
     """Count the multiply-adds of rows that are present: those of ``top`` experts for each token."""
-    return lambda call: contracted(ruling)(call) * int(call.args[4]) // int(ruling(call).sizes.get("e", 1))
+
+    def count(call: OpCall) -> int:
+        present, rows = call.packed or (int(call.args[4]), int(ruling(call).sizes.get("e", 1)))
+        return contracted(ruling)(call) * present // rows
+
+    return count
 
 
 _EXPERT_LINEAR = _by_weights("(e t) h, e t, e n h -> (e t) n", "(e t) h, e t, e h n -> (e t) n", "0|2")
