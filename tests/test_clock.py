@@ -45,7 +45,8 @@ from parc.measuring import (
     program_text,
     sum_probe,
 )
-from tests.checked_plans import EXAMPLES, compiled
+from tests.checked_plans import compiled
+from tests.runtime.tiny import EXAMPLES
 
 H100 = find_cluster("h100-sxm")
 TEXT = cluster_file("h100-sxm").read_text()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from parc.checking.checks import case_of
 from parc.compiler.capture.faults import CaptureError
 from parc.compiler.capture.model_calls import TaskLines, made_in_eval, model_builder
 from parc.compiler.capture.observer import (
@@ -26,7 +27,10 @@ from parc.compiler.capture.observer import (
 )
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
+from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.data.random_batch import random_batch
 from tests.cases.observed import EXPECTED, FOLDER, PLAN, outcome
 
 _DRAWN = ("momentum_buffer", "spectral", "pruned", "tied", "renormed", "log_normal", "data_buffer", "two_halves")
@@ -48,6 +52,81 @@ def test_a_model_that_is_in_eval_as_a_whole_is_set_to_train() -> None:
     lines = TaskLines("./observed_models.py:Net", (("kind", "all_eval"),), ("x",), ())
     model = model_builder(lines, FOLDER)()
     assert made_in_eval(model) and all(part.training for part in model.modules())
+
+
+CLAMPED = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, width), nn.Linear(width, 5)
+        self.least = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        if self.training:
+            self.wide.weight.data.clamp_(-0.2, 0.1)
+            self.least.data.clamp_(min=0.75)
+        return self.narrow(torch.relu(self.wide(x)) / self.least)
+"""
+CLAMPED_PLAN = """\
+model "./net.py:Net" (width=16)
+input x float32 [B, 6]
+input y int64 [B]
+sizes B=16
+loss cross_entropy(output, y)
+optimizer adamw lr 3e-2 weight_decay 0.1
+mesh dp=4, tp=2
+shard x, y [B/dp, ...]
+column wide over tp
+row narrow over tp
+zero 3 over dp
+schedule microbatches 2
+"""
+
+
+def test_clamped_weights_are_trained_as_in_plain_pytorch(tmp_path: Path) -> None:
+    """They are clamped before each step, and not after the last update."""
+    (tmp_path / "net.py").write_text(CLAMPED)
+    compiled = compile_plan(read_plan(Source("net.parc", CLAMPED_PLAN)), tmp_path)
+    case = case_of(compiled)
+    simulation, names = Simulation(case), dict[str, Any]()
+    exec(CLAMPED, names)
+    plain = names["Net"](16).double()
+    plain.load_state_dict(case.parameters)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-2, weight_decay=0.1)
+    random = torch.Generator().manual_seed(0)
+    for step in range(4):
+        batches = random_batch(case.reference, case.microbatches, random)
+        simulation.step(batches, step)
+        optimizer.zero_grad()
+        x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+        torch.nn.functional.cross_entropy(plain(x.double()), y).backward()
+        optimizer.step()
+    trained = dict(plain.named_parameters())
+    for name, value in simulation.parameters():
+        torch.testing.assert_close(value, trained[name].detach(), rtol=1e-9, atol=1e-12)
+    assert trained["wide.weight"].max() > 0.1 and trained["least"].min() < 0.75  # as an evaluation reads them
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh dp=4, tp=2": "mesh pp=2, dp=2, tp=2", "schedule ": "stage before narrow over pp\nschedule async "},
+         "the forward clamps `least`, and a step of `async` begins before the one before it ends"),
+        ({"mesh dp=4, tp=2": "mesh dp=4, tp=1", "width=16": "width=31"},
+         "the forward clamps `least` to numbers without zero, and ranks hold it with zeros for padding"),
+    ],
+)  # fmt: skip
+def test_clamps_that_no_step_can_do_are_refused(changes: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(CLAMPED)
+    text = CLAMPED_PLAN
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    with pytest.raises(PlanError) as error:
+        compile_plan(read_plan(Source("net.parc", text)), tmp_path)
+    assert message in str(error.value)
 
 
 def test_views_of_one_memory_that_have_no_entry_in_common_are_two_parameters() -> None:

@@ -84,6 +84,7 @@ MANIFEST_FORM: Form = {
         "clip": (int, float, _NULL), "eps": _FLOAT,
         "betas": FieldRow(_FLOAT, 2), "momentum": _FLOAT, "nesterov": bool, "arguments?": _LITERALS, "fall?": int,
         "table?": [FieldRow(_FLOAT, 2)], "ema?": {"decay": _FLOAT, "every": int}, "previous?": bool,
+        "limits?": Each(FieldRow((int, float, _NULL), 2)),
     },
     "frozen": [str],
     "accumulate": str,

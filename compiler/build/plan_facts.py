@@ -11,7 +11,7 @@ from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..plan.rates import RATE_TABLE
-from ..program.optimizers import AVERAGE, PREVIOUS, grouped
+from ..program.optimizers import AVERAGE, PREVIOUS, WEIGHT_LIMITS, grouped
 from ..program.program import Fault
 from ..program.step_values import initial_state
 from ..resolve.names import PlanNames, find_parameters
@@ -126,6 +126,9 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
 
     if grouped((line.given, matched(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
         yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
+    for name, (low, high) in manifest["optimizer"].get(WEIGHT_LIMITS, {}).items():
+        if name not in stored or name in manifest["frozen"] or (low is not None and high is not None and low > high):
+            yield fact_fault(f"`optimizer.limits` of `{name}` are no limits of a trained parameter")
     if not matched(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
         yield fact_fault("`frozen` lacks what the plan freezes")
     for line, fact in zip(plan.precision, manifest["precision"], strict=True):

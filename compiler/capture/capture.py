@@ -12,7 +12,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
@@ -46,6 +45,7 @@ from .model_output import returned_tensors
 from .node_facts import copy_facts, keep_value, noted
 from .observer import check_module, fault_of
 from .reach import GradientFlow, reached_by_gradient
+from .writes import HiddenWrites, WeightLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,9 @@ class Captured:
     """The names of the tensors that the model returns, if the capture has them."""
     asked: Mapping[str, str] = field(default_factory=dict)
     """The buffers by whose initial values the model's code decided, with hashes of these."""
+    limits: Mapping[str, WeightLimits] = field(default_factory=dict)
+    """The least and the largest number of the parameters that the forward clamps in place. The graph has them clamped:
+    a run clamps them before each step."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -145,7 +148,7 @@ def capture(
     select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
-    return replace(captured, asked=known.asked)
+    return replace(captured, asked=known.asked, limits=dict(step.stage.limits))
 
 
 @contextmanager
@@ -183,7 +186,7 @@ class _ModelAndLoss(nn.Module):
         self.attributes = attribute_tensors(model)
         self.known = KnownValues({})
         # facts of a call, in an object of their own: a trace restores attributes
-        self.stage = SimpleNamespace(in_loss=False, returned=())
+        self.stage = SimpleNamespace(in_loss=False, returned=(), limits={})
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = dict(zip(self._names, values, strict=True))
@@ -192,7 +195,7 @@ class _ModelAndLoss(nn.Module):
         with (
             self._mode,
             AsksValues(self.known),
-            HiddenWrites(self.model),
+            HiddenWrites(self.model, self.stage.limits),
             assigned_in_place(self.model),
             unstacked(self.model, parts=False),
             self.attributes.pointing(),
@@ -525,54 +528,6 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     detach = graph.call_function(torch.ops.aten.detach.default, (node,))
     copy_facts(node, detach)
     return detach
-
-
-# ---- reads and writes that a trace does not see
-
-
-class HiddenWrites(TorchFunctionMode):
-    """A mode that shows a trace what it does not see: ``x.data`` is ``x.detach()``, an assignment to the ``data`` of a
-    buffer writes into it, and so does an instance norm with running statistics."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == _GET_DATA:
-            return args[0].detach()
-        if (
-            function == _SET_DATA
-            and args[0].shape == args[1].shape
-            and any(b is args[0] for b in self._model.buffers())
-        ):
-            with torch.no_grad():
-                return args[0].copy_(args[1])
-        if function is F.instance_norm:
-            return _instance_norm(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-def _instance_norm(
-    input: torch.Tensor, running_mean: torch.Tensor | None = None, running_var: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, use_input_stats: bool = True,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> torch.Tensor:  # fmt: skip
-    """Return the instance norm of ``[n, c, ...]``, as torch's function of this name does. It writes running statistics
-    ``[c]`` by operators that say so; without those of the input they normalize as a batch norm's do."""
-    if running_mean is None or running_var is None:
-        return F.instance_norm(input, None, None, weight, bias, use_input_stats, momentum, eps)
-    if not use_input_stats:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    with torch.no_grad():
-        dims = list(range(2, input.dim()))
-        running_mean.mul_(1 - momentum).add_(input.mean(dims).mean(0), alpha=momentum)
-        running_var.mul_(1 - momentum).add_(input.var(dims).mean(0), alpha=momentum)
-    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
-
-
-_DATA: Any = torch.Tensor.data
-_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 
 
 # ---- slices of whole dims, in captures that hold for several sizes

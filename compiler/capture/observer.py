@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 from unittest import mock
 
@@ -33,6 +34,7 @@ from ...grammar.bounded import real_path
 from .callables import CallableError, load_callable
 from .faults import CaptureError, calling_frame
 from .tensors_left import Cache, ClosureCell, Names, Place
+from .writes import CLAMPS, WeightLimits, limits_of
 
 # ---- what is refused
 
@@ -161,12 +163,17 @@ class _Functions(TorchFunctionMode):
 
 @final
 class _Operators(TorchDispatchMode):
-    """A mode that notes writes to the memory of parameters, and draws from generators of their own."""
+    """A mode that notes writes to the memory of parameters, and draws from generators of their own. Parameters with
+    ``limits`` may be clamped to these, before all else that reads them."""
 
-    def __init__(self, faults: list[CaptureError], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, faults: list[CaptureError], parameters: Mapping[str, Tensor], limits: Mapping[str, WeightLimits]
+    ) -> None:
         super().__init__()
-        self._faults, self._parameters = faults, parameters
+        self._faults, self._parameters, self._limits = faults, parameters, limits
         self._memory = {p.untyped_storage()._cdata: name for name, p in parameters.items() if p.numel()}
+        self._read = set[str]()
+        """The parameters with limits that were read, and not clamped before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,12 +183,25 @@ class _Operators(TorchDispatchMode):
             written = [by_name.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
             for tensor in tree_leaves(written):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    name = self._memory.get(tensor.untyped_storage()._cdata)
-                    if name is not None:
+                    name = self._name_of(tensor)
+                    if name is not None and not self._clamps(name, func, args, kwargs):
                         self._faults.append(_write_fault(name, self._parameters[name], calling_frame()))
+        elif self._limits and func is not torch.ops.aten.detach.default:
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout is torch.strided)
+            self._read |= {name for name in map(self._name_of, tensors) if name is not None and name in self._limits}
         if kwargs.get("generator") is not None:
             self._faults.append(fault_of("seed", "the forward draws from a generator of its own", calling_frame()))
         return func(*args, **kwargs)
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        return self._memory.get(tensor.untyped_storage()._cdata)
+
+    def _clamps(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a write clamps all of a parameter to its limits, before anything reads it."""
+        operator, parameter = func._schema.name.removeprefix("aten::").removesuffix("_"), self._parameters[name]
+        if operator not in CLAMPS or name in self._read or args[0].numel() != parameter.numel():
+            return False
+        return parameter.requires_grad and self._limits.get(name) == limits_of(operator, args, kwargs)
 
 
 def _write_fault(name: str, parameter: Tensor, source: str = "") -> CaptureError:
@@ -189,10 +209,13 @@ def _write_fault(name: str, parameter: Tensor, source: str = "") -> CaptureError
 
 
 @contextmanager
-def observing(model: nn.Module) -> Iterator[list[CaptureError]]:
+def observing(
+    model: nn.Module, limits: Mapping[str, WeightLimits] = MappingProxyType({})
+) -> Iterator[list[CaptureError]]:
     """Enter a forward of a model, and of its loss. The list gets what it does that a graph does not have, in order.
 
-    A parameter counts as written if an operator writes its memory, or if it has other memory afterwards.
+    A parameter counts as written if an operator writes its memory, or if it has other memory afterwards, unless it is
+    clamped to its ``limits`` before it is read.
     """
     faults: list[CaptureError] = []
     before = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
@@ -208,7 +231,7 @@ def observing(model: nn.Module) -> Iterator[list[CaptureError]]:
         for of in (torch, torch.random):
             within.enter_context(mock.patch.object(of, "manual_seed", seeded(torch.random.manual_seed)))
         functions = within.enter_context(_Functions(faults))
-        within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}))
+        within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}, limits))
         yield faults
     for name, parameter in model.named_parameters():
         first, memory = before.get(name, (None, 0))

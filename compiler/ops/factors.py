@@ -39,8 +39,8 @@ class OpCall:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     packed: tuple[int, int] | None = None
-    """The part of a rank's packed rows that is there (``TensorType.packed``). The rank's shapes do not say it, as it has
-    some of the experts only."""
+    """The part of a rank's packed rows that is there (``TensorType.packed``). The rank's shapes do not say it, as it
+    has some of the experts only."""
 
     def __hash__(self) -> int:
         """Return a hash without the arguments, some of which have none; calls that differ in them alone are few."""

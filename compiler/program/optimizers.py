@@ -94,6 +94,8 @@ AVERAGE = "ema"
 PREVIOUS = "previous"
 """The name of a parameter before its last update among the optimizer's state, and of the fact that steps compute with
 it."""
+WEIGHT_LIMITS = "limits"
+"""The name of the facts of parameters that a step clamps before it computes with them."""
 BESIDE = (AVERAGE, PREVIOUS)
 """The names of what is kept beside the state of torch's own optimizer. It begins as the parameter."""
 

@@ -97,10 +97,10 @@ def _compared(compiled: Compiled, case: Case, batches: ProbeBatches) -> ModuleAg
 
 
 def _observed(compiled: Compiled) -> ObservedModel:
-    plan, frozen = compiled.plan, compiled.frozen
+    plan, frozen, evaluates = compiled.plan, compiled.frozen, compiled.request.purpose != "training"
     return ObservedModel(
         plan, compiled.lines, compiled.folder, compiled.overrides, compiled.recorded.recipes, frozen,
-        _capacities(compiled), compiled.request.purpose != "training",
+        _capacities(compiled), evaluates, {} if evaluates else compiled.captured.limits,
     )  # fmt: skip
 
 

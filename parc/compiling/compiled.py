@@ -25,6 +25,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, Action, schedule_text
+from parc.compiler.program.optimizers import WEIGHT_LIMITS
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.experts import routing_facts
 from parc.compiler.resolve.placements import Resolved
@@ -196,7 +197,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": ".",
-        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups)},
+        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups), **_limits(compiled)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
                       for fact, line in zip(facts["precision"], compiled.request.computing.precision, strict=True)],
@@ -215,6 +216,12 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
                            "divisions": division_facts(evaluation)}}),
         **routing_facts(compiled.request.placing.experts),
     }  # fmt: skip
+
+
+def _limits(compiled: Compiled) -> dict[str, dict[str, list[float | None]]]:
+    """Return the limits of parameters that the model's forward clamps, in the manifest's form; nothing without any."""
+    limits = {name: list(limits) for name, limits in sorted(compiled.captured.limits.items())}
+    return {WEIGHT_LIMITS: limits} if limits else {}
 
 
 def _across(compiled: Compiled, axis: str) -> dict[str, list[str]]:

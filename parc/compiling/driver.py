@@ -42,6 +42,7 @@ from parc.grammar.codes import (
     NO_DERIVATIVE,
     NOT_PLACED,
     NOTHING_RETURNED,
+    PARAMETER_WRITTEN,
     READ_IN_EVAL,
     SCHEDULE_MISFIT,
     SPLIT_ALREADY,
@@ -366,7 +367,10 @@ def _built(
         actions = {role: one_step(every) for role, every in actions.items()}
     timelines = {role: tuple(action for action in actions[role] if action.serves(request.purpose)) for role in actions}
     sizes = {name: size.high for name, size in plan.sizes.items()}
-    return Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)
+    compiled = Compiled(plan, folder, task_lines(plan), recorded, captured, resolved, request, built, timelines, sizes)
+    if errors := list(_not_clamped(compiled)):
+        raise PlanError(errors)
+    return compiled
 
 
 def _moved_buffers(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Diagnostic]:
@@ -376,6 +380,20 @@ def _moved_buffers(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Diag
         message = f"steps change the buffer `{moved[0]}`, and a step of `async` begins before the one before it ends"
         help_ = "write `schedule 1f1b`, or train without running statistics and without `balance bias`"
         yield Diagnostic(SCHEDULE_MISFIT, message, Label(plan.schedule.span), help=help_)
+
+
+def _not_clamped(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Yield an error for a parameter that the model's forward clamps, and that no step can clamp."""
+    plan, pads = compiled.plan, compiled.pads
+    for name, (low, high) in sorted(compiled.captured.limits.items()):
+        if plan.schedule is not None and plan.is_delayed:
+            message = f"the forward clamps `{name}`, and a step of `async` begins before the one before it ends"
+            help_ = "write `schedule 1f1b`, or train without the clamp"
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(plan.schedule.span), help=help_)
+        if pads.get(name) and ((low is not None and low > 0) or (high is not None and high < 0)):
+            message = f"the forward clamps `{name}` to numbers without zero, and ranks hold it with zeros for padding"
+            help_ = "place it whole: leave it out of lines with `pad`, and of `zero` lines by `in`"
+            yield Diagnostic(PARAMETER_WRITTEN, message, Label(plan.model.span), help=help_)
 
 
 def _role_timelines(

@@ -5,7 +5,7 @@ run on the build that numbers are tested on; and, where a capture fails, to say 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from parc.compiler.capture.observer import (
     seed_draws,
     state_changes,
 )
+from parc.compiler.capture.writes import WeightLimits
 from parc.compiler.initial.recipes import Recipe, initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.plan.plan import Plan
@@ -61,6 +62,8 @@ class ObservedModel:
     frozen: frozenset[str] = frozenset()
     capacities: Mapping[str, float] | None = None
     evaluates: bool = False
+    limits: Mapping[str, WeightLimits] = field(default_factory=dict)
+    """The limits to which a forward of a training step clamps parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class _Runs:
 
     def observe(self, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None) -> Observation:
         states = [self.state.take()]
-        with observing(self._module) as faults, noting_packs() as packs:
+        with observing(self._module, self._subject.limits) as faults, noting_packs() as packs:
             first = self._forward(inputs)
         drawn = python_draws() != self._seeded
         if faults:

@@ -22,7 +22,7 @@ from ...compiler.program.step_values import LOAD, Bias, Division, divisors
 from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
-from ..state.optimizer import make_optimizer, update
+from ..state.optimizer import clamp_weights, make_optimizer, update
 from .plain import CPU
 
 Microbatches = Sequence[Mapping[str, Tensor]]
@@ -136,6 +136,7 @@ class ReferenceRun:
     def gradients(self, batches: Microbatches, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and whole gradients of one step."""
         device = self.case.device
+        clamp_weights(self.read, self.case.optimizer)
         batches = [on_device(batch, device) for batch in batches]
         counts = [
             self.machine.run([self._environment("count", b, step, i)], "count")[0] if self.counts else {}

@@ -160,8 +160,8 @@ class Simulation:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return every rank's loss, and the whole gradients, then update every rank. Where steps overlap, the one that
         is ``coming`` is begun beside this one."""
-        self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
         results = self.run(partial(self._overlapping, coming=coming), batches, step)
+        self.before = [{name: value.clone() for name, value in state.parameters.items()} for state in self.states]
         self.gradients = [result.gradients for result in results]
         names = dict.fromkeys(name for of_rank in self.gradients for name in of_rank)
         whole = {name: self.whole(self.gradients, name) for name in names}

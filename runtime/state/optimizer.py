@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.optimizers import AVERAGE, BESIDE, OPTIMIZERS, PREVIOUS, kept_slots
+from ...compiler.program.optimizers import AVERAGE, BESIDE, OPTIMIZERS, PREVIOUS, WEIGHT_LIMITS, kept_slots
 from ...grammar.codes import BAD_STATE, OTHER_RATE
 from ..ranks.faults import RunError
 from .checkpoint import Checkpoint, refuse
@@ -182,10 +182,21 @@ def read_by_steps(
     optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the weights that the next step computes with: its parameters, or, where the plan's ``line`` says so, those
-    before the last update, which are the initial ones before the first."""
-    if PREVIOUS not in line:
-        return {**parameters}
-    return {name: optimizer.state.get(value, {}).get(PREVIOUS, value) for name, value in parameters.items()}
+    before the last update, which are the initial ones before the first. Those that the model's forward clamps are
+    clamped in place."""
+    read = {**parameters}
+    if PREVIOUS in line:
+        read = {name: optimizer.state.get(value, {}).get(PREVIOUS, value) for name, value in parameters.items()}
+    clamp_weights(read, line)
+    return read
+
+
+def clamp_weights(weights: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> None:
+    """Clamp weights to the limits that ``line`` has, as the model's forward does before it reads them."""
+    with torch.no_grad():
+        for name, (low, high) in line.get(WEIGHT_LIMITS, {}).items():
+            if name in weights:
+                weights[name].clamp_(low, high)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -192,6 +192,32 @@ class Net(nn.Module):
     def renormed(self, h):
         return F.linear(h, self.weight / self.weight.norm(dim=1, keepdim=True))
 
+    def make_clamped(self):
+        self.weight, self.least = nn.Parameter(torch.randn(self.width, self.width)), nn.Parameter(torch.rand(1))
+
+    def clamped(self, h):
+        if self.training:
+            self.weight.data.clamp_(-0.5, 0.5)
+            with torch.no_grad():
+                self.least.clip_(min=0.25)
+        return F.linear(h, self.weight) / self.least
+
+    make_clamped_late = make_clamped_part = make_clamped_twice = make_clamped
+
+    def clamped_late(self, h):
+        h = F.linear(h, self.weight)
+        self.weight.data.clamp_(-0.5, 0.5)
+        return h / self.least
+
+    def clamped_part(self, h):
+        self.weight.data[:2].clamp_(-0.5, 0.5)
+        return F.linear(h, self.weight) / self.least
+
+    def clamped_twice(self, h):
+        for most in (0.5, 0.25):
+            self.weight.data.clamp_(max=most)
+        return F.linear(h, self.weight) / self.least
+
     def make_momentum_buffer(self):
         self.fast = nn.Linear(self.width, self.width)
         self.register_buffer("moved", self.fast.weight.detach().clone())
