@@ -375,6 +375,8 @@ class Step:
             types = dict(_main(program).returns)
             for key, value in results.items():
                 kind, _, name = key.partition(" ")
+                if kind == "sent" and value.node >= self.reader.of_model:
+                    raise self._unlike(f"{program.file}: the sent `{name}`")  # else later stages cost most
                 if kind in ("saved", "sent"):
                     (saved[stage] if kind == "saved" else sent)[key] = value
                 elif key == "loss":
@@ -392,9 +394,8 @@ class Step:
                 else:
                     raise Refused(f"{program.file}: returns `{key}`, which the model does not")
                 returned.add(key)
-        for key in self.expected:
-            if key not in returned:
-                raise Refused(f"no program returns `{key}`, which the model does")
+        if missing := [key for key in self.expected if key not in returned]:
+            raise Refused(f"no program returns `{missing[0]}`, which the model does")
         if sent:
             raise Refused(f"the last stage sends `{min(sent)}`")
         return saved
@@ -661,11 +662,12 @@ class Step:
     def same(self, program: Program, key: str, value: Value, expected: Value) -> None:
         """Refuse a result that is not what the model says."""
         if not self._equal(value, expected):
-            difference = describe(self.table, value, expected)
-            lines = [f"makes of known values one that the model has not: {line}\n" for line in self.reader.other]
-            raise Refused(
-                f"{program.file}: `{key}` is not proved to be what model.py says\n{''.join(lines)}{difference}"
-            )
+            raise self._unlike(f"{program.file}: `{key}`", describe(self.table, value, expected))
+
+    def _unlike(self, what: str, difference: str = "") -> Refused:
+        """Return the refusal of a value that is not what the model says, with the first lines that make others."""
+        told = [f"makes of known values one that the model has not: {line}" for line in self.reader.other]
+        return Refused("\n".join([f"{what} is not proved to be what model.py says", *told, *difference.splitlines()]))
 
 
 def _main(program: Program) -> Function:

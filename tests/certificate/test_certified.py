@@ -84,6 +84,13 @@ def test_a_build_with_an_edited_line_is_refused(build: Path, tmp_path: Path, fil
         certify(edited(build, tmp_path, file, old, new))
 
 
+def test_what_a_stage_sends_is_a_value_of_the_model_or_refused_with_its_line(build: Path, tmp_path: Path) -> None:
+    """No later stage is read: all that it makes of a wrong value would be new."""
+    folder = edited(build, tmp_path, "stage0.F.py", "aten.gelu.default", "aten.relu.default")
+    with pytest.raises(Refused, match=r"stage0\.F\.py: the sent `\w+` is not .*\n.*stage0\.F\.py:\d+: .* = aten\.relu"):
+        certify(folder)
+
+
 _STAGES = """
 model "./deep.py:Net"
 input input float32 [B, 8]
