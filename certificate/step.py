@@ -369,14 +369,14 @@ class Step:
         returned: set[str] = set()
         for stage, role in sorted(self.stages.items()):
             program, weights = self._needed(stage, "F"), self.weights[role]
-            known = {**self.shared, **weights.values, **_received(sent)}
-            results = self.run(program, known, weights.coming).values
+            results = self.run(program, {**self.shared, **weights.values, **_received(sent)}, weights.coming).values
             saved[stage], sent = {}, {}
             types = dict(_main(program).returns)
             for key, value in results.items():
                 kind, _, name = key.partition(" ")
-                if kind == "sent" and value.node >= self.reader.of_model:
-                    raise self._unlike(f"{program.file}: the sent `{name}`")  # else later stages cost most
+                new = kind == "sent" and not self.padding and value.node >= self.reader.of_model
+                if new and not _type_of(_main(program), types[key]).partial:  # all that later stages make would be new
+                    raise self._unlike(f"{program.file}: the sent `{name}`")
                 if kind in ("saved", "sent"):
                     (saved[stage] if kind == "saved" else sent)[key] = value
                 elif key == "loss":

@@ -91,6 +91,33 @@ def test_what_a_stage_sends_is_a_value_of_the_model_or_refused_with_its_line(bui
         certify(folder)
 
 
+_PADDED = """
+model "./deep.py:Net"
+input input float32 [B, 8]
+input y float32 [B, 8]
+sizes B=8
+loss "./deep.py:squared"(output, y)
+optimizer sgd lr 0.1
+mesh pp=2, tp=2
+stage before 2 over pp
+schedule 1f1b microbatches 2
+column 0 over tp pad
+row 2 over tp pad
+"""
+
+
+def test_what_a_stage_sends_with_padding_is_proved(tmp_path: Path) -> None:
+    """The model has no such value: its own is shorter."""
+    model = (
+        "from torch import nn\n\n\ndef Net():\n    return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8))\n"
+    )
+    model += "\n\ndef squared(o, y):\n    return (o - y).square().mean()\n"
+    (tmp_path / "deep.py").write_text(model, encoding="utf-8")
+    compiled = compile_plan(read_plan(Source("deep.parc", _PADDED)), tmp_path)
+    lines = certify_texts(files_of(compiled), manifest_of(compiled)).lines
+    assert lines == ["pp0 and pp1: the loss, 2 gradients, the norm"]
+
+
 _STAGES = """
 model "./deep.py:Net"
 input input float32 [B, 8]
