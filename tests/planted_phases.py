@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations
 
-from certificate.step import certify_texts
-from certificate.text import Refused
 from parc.checking.checks import case_of, check_schedule, static_faults
 from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
@@ -18,6 +16,7 @@ from parc.compiler.program.program import Function, Line, Ref, Value
 from parc.compiler.program.roles import Role, group, join_roles, roles_of
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
+from tests.certified_mutants import Judge, texts_of
 from tests.planted_builds import reread
 from tests.planted_edits import Programs, with_argument, with_function, with_main
 from tests.planted_mutators import Mutant, mutants
@@ -226,11 +225,13 @@ def by_certificate(build: Good, mutant: Mutant) -> str:
     texts = texts_with(build, mutant.programs)
     if mutant.timelines is not None:
         texts["schedule.txt"] = schedule_text(mutant.timelines)
-    try:
-        certify_texts(texts, build.compiled.build.manifest)
-    except Refused:
-        return "certificate"
-    return ""
+    if id(build.compiled) not in _JUDGES:
+        _JUDGES[id(build.compiled)] = Judge(texts_of(build.compiled))
+    return "certificate" if _JUDGES[id(build.compiled)].verdict(texts) else ""
+
+
+_JUDGES: dict[int, Judge] = {}
+"""The checkers of builds, which read a model once for all mutants."""
 
 
 def by_numbers(build: Good, mutant: Mutant) -> str:
