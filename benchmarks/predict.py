@@ -29,6 +29,7 @@ from parc.compiler.schedules import kinds_of_stages, problem, timelines
 
 if TYPE_CHECKING:
     from parc.compiler.build.build import Build
+    from parc.compiler.layout.mesh import Mesh
     from parc.compiler.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent
@@ -77,17 +78,52 @@ which compiles nothing."""
 
 GPUS = (
     ("A100-SXM-40GB", "a100-40"), ("A100", "a100-80"), ("H200", "h200"), ("H800", "h800"), ("H100", "h100-sxm"),
-    ("GB200", "gb200-nvl72"), ("B200", "b200"), ("V100", "v100-dgx2"),
+    ("GB300", "gb300-nvl72"), ("GB200", "gb200-nvl72"), ("B200", "b200"), ("V100", "v100-dgx2"),
 )  # fmt: skip
 PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp16/bf16": "bf16", "amp_bf16/DEFAULT": "bf16", "bf16/PURE": "bf16"}
 """The types of parc that rows' types are priced as: float16 and bfloat16 have one peak and one size."""
 FILLED = {"vocab": "51200", "micro_batch": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "0", "tp": "1",
           "pp": "1"}  # fmt: skip
 """The value of an empty field."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The sizes of a published model that no column gives: of a head, of latent attention, the number of shared
+    experts, and of the first layers, which have no experts."""
+
+    head: int = 0
+    """The entries of a head, without those that have positions; 0: those of the stream over the heads."""
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope: int = 0
+    shared: int = 0
+    dense: int = 0
+    vocab: int = 0
+
+
+_DEEPSEEK = Published(128, q_rank=1536, kv_rank=512, rope=64, shared=1, dense=3)
+MODELS: tuple[tuple[str, Published], ...] = (
+    ("deepseekv2", replace(_DEEPSEEK, shared=2, dense=1)),
+    ("deepseekv3-4layers", replace(_DEEPSEEK, dense=1)),
+    ("Moonlight", replace(_DEEPSEEK, q_rank=0, shared=2, dense=1, vocab=163840)),
+    ("Qwen3", Published(128)),
+    ("GPT OSS", Published(64)),
+)
+"""The models that have such sizes by the beginning of their names, from their configurations (those of four layers:
+SimuMax's). Others have heads of the stream's width, or DeepSeek-V3's latent attention. GPT OSS's windows are not
+priced: its attention sees all that is before."""
 SCHEDULES = {"ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
 """The names here of schedules that are not 1F1B, with one chunk or several."""
 WITHOUT_BARRIER = ("ZB-2p",)
 """The schedules in which a step begins before all ranks have ended the one before."""
+RECOMPUTED = {
+    "mla_up_proj": "blocks.*.attn.{{q,kv}}",
+    "mlp": "blocks.{dense}.mlp",
+    "moe_act": "blocks.*.mlp.experts keep products, collectives",
+    "layernorm": "blocks.*.{{norm1,norm2}}",
+}
+"""The modules that Megatron-LM's names of recomputed modules stand for."""
 ZERO = {"0": 0, "0?": 0, "": 0, "1": 1, "2": 2, "3": 3, "HSDP": 3, "RS": 2, "3 (MiCS, 128-GPU shard groups)": 3}
 
 
@@ -121,6 +157,9 @@ class Case:
     missing: int
     """The layers by which all stages together have fewer: the last and the first chunks have one less."""
     samples: int
+    as_it_is: bool
+    """True where it is compiled on all its data ranks, with its samples and with all layers of a pipeline's chunks, as
+    tokens go to experts on many of them, and the first chunk has none."""
 
 
 def number(row: Row, key: str) -> int:
@@ -149,6 +188,9 @@ class Shape:
     kv_heads: int
     ffn: int
     gated: bool
+    ep: int
+    """The ranks over which experts are split, 0 without experts."""
+    published: Published
 
     @classmethod
     def of(cls, row: Row) -> Shape:
@@ -172,12 +214,18 @@ class Shape:
         if reason := problem(schedule, pp * chunks, count, chunks) if schedule else None:
             raise Inexpressible(reason)
         heads = number(row, "heads")
-        kv_heads = number(row, "kv_heads") if row["kv_heads"] else heads
-        if number(row, "hidden") % heads or heads % tp or (kv_heads % tp and tp % kv_heads):
+        kv_heads = heads if row["kv_heads"] in ("", "MLA") else number(row, "kv_heads")
+        model = next((known for name, known in MODELS if row.get("model", "").startswith(name)), None)
+        published = model or (_DEEPSEEK if row["kv_heads"] == "MLA" else Published())
+        ep = number(row, "ep") if has_experts(row) else 0
+        if ep and (world // pp) % ep:
+            raise Inexpressible("experts over ranks that do not divide those of a stage")
+        divides = published.head or number(row, "hidden") % heads == 0
+        if not divides or heads % tp or (kv_heads % tp and tp % kv_heads):
             raise Inexpressible("heads that the ranks do not divide")
         ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * number(row, "hidden")
         gated = row["gated_mlp"] not in ("", "0", "0.0")
-        return cls(dp, tp, pp, cp, schedule, count, chunks, heads, kv_heads, ffn, gated)
+        return cls(dp, tp, pp, cp, schedule, count, chunks, heads, kv_heads, ffn, gated, ep, published)
 
 
 def case_of(row: Row) -> Case:
@@ -192,9 +240,6 @@ def case_of(row: Row) -> Case:
         raise Inexpressible(f"no cluster of {row['gpu']}")
     if row["precision"] not in PRECISIONS:
         raise Inexpressible(f"products in {row['precision']}")
-    if row["family"] == "moe" or number(row, "ep") > 1:
-        latent = row["kv_heads"] == "MLA"
-        raise Inexpressible(f"experts: no column gives the size of {'latent' if latent else 'the heads of'} attention")
     shape = Shape.of(row)
     text = "\n".join([*_model_lines(row, shape, system), *_placements(row, shape, system)])
     node = number(row, "gpus_per_node") if row["gpus_per_node"] else 8
@@ -207,21 +252,33 @@ def case_of(row: Row) -> Case:
     samples = number(row, "global_batch")
     return Case(
         text, shape.dp, samples // (shape.dp * shape.count), zero, shape.schedule, shape.count, shape.pp, cluster,
-        node, nic, habits, each, stages, missing, samples,
+        node, nic, habits, each, stages, missing, samples, bool(shape.ep),
     )  # fmt: skip
+
+
+def has_experts(row: Row) -> bool:
+    """Return whether a row's model has experts."""
+    return row["family"] == "moe" or number(row, "ep") > 1
 
 
 def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
     """Yield the lines of the model, its data and its update."""
-    words = 128 * shape.tp
-    vocab, length = math.ceil(number(row, "vocab") / words) * words, number(row, "seq_len")
+    of, words, width = shape.published, 128 * shape.tp, number(row, "hidden")
+    vocab = of.vocab if of.vocab and not row["vocab"] else number(row, "vocab")
     tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not shape.gated
-    flags = f"gated={str(shape.gated).lower()}, tied={str(tied).lower()}, dropout={system.dropout:g}"
-    width = number(row, "hidden")
-    yield (f'model "./predict_models.py:Transformer" (layers=$layers, width={width}, heads={shape.heads},'
-           f" kv_heads={shape.kv_heads}, ffn={shape.ffn}, vocab={vocab}, length={length}, {flags})")  # fmt: skip
+    sizes = f"layers=$layers, width={width}, heads={shape.heads}, kv_heads={shape.kv_heads}, ffn={shape.ffn}"
+    sizes += f", vocab={math.ceil(vocab / words) * words}, length={number(row, 'seq_len')}"
+    sizes += f", gated={str(shape.gated).lower()}, tied={str(tied).lower()}, dropout={system.dropout:g}"
+    if of.head:
+        sizes += f", size={of.head}"
+    if row["kv_heads"] == "MLA":
+        sizes += f", q_rank={of.q_rank}, kv_rank={of.kv_rank}, rope={of.rope}"
+    if shape.ep:
+        sizes += f", experts={number(row, 'n_experts')}, top={number(row, 'topk')}, expert_ffn={number(row, 'moe_ffn')}"
+        sizes += f", shared={of.shared}, dense={of.dense}"
+    yield f'model "./predict_models.py:Transformer" ({sizes})'
     yield from ("input tokens int64 [B, S]", "input targets int64 [B, S]")
-    yield f"sizes B=$batch, S={length}"
+    yield f"sizes B=$batch, S={number(row, 'seq_len')}"
     yield from ("loss cross_entropy(output, targets)", "data synthetic", "optimizer adamw lr 1e-4 clip 1.0", "seed 1")
     yield f"precision {PRECISIONS[row['precision']]}"
 
@@ -234,13 +291,12 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
     yield f"schedule {shape.schedule} microbatches $count{chunks}"
     if shape.pp * shape.chunks > 1:
         yield "$cuts"
+    if shape.ep:
+        ranks = shape.dp * shape.cp * shape.tp
+        yield f"view dp, cp, tp as edp={ranks // shape.ep}, ep={shape.ep} in blocks.*.mlp.experts"
+        yield "experts blocks.*.mlp.experts over ep dropless"
     if shape.tp > 1:
-        yield "column blocks.*.attn.{q,k,v}, blocks.*.mlp.up over tp"
-        yield from ("row blocks.*.attn.out, blocks.*.mlp.down over tp", "vocab embed, head over tp")
-        if shape.gated:
-            yield "column blocks.*.mlp.gate over tp"
-        if number(row, "seq_parallel"):
-            yield "sequence blocks.* over tp"
+        yield from _tensor_parallel(row, shape)
     if shape.cp > 1:
         yield "context blocks.* dim S over cp using zigzag"
     if (zero := ZERO.get(row["zero_stage"], 0)) and shape.dp > 1:
@@ -249,6 +305,28 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
         yield "recompute blocks.*"
     elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
         yield f"recompute blocks.* {system.selective}"
+    for name in row["recompute"].split("+"):
+        if name in RECOMPUTED:
+            yield f"recompute {RECOMPUTED[name].format(dense=_dense(shape))}"
+
+
+def _dense(shape: Shape) -> str:
+    """Return the pattern of the blocks that have no experts."""
+    return f"[0..{shape.published.dense - 1}]" if shape.ep else "*"
+
+
+def _tensor_parallel(row: Row, shape: Shape) -> Iterator[str]:
+    """Yield the lines that split products over ``tp``; experts are not split."""
+    mlps = [f"blocks.{_dense(shape)}.mlp"] if not shape.ep or shape.published.dense else []
+    mlps += ["blocks.*.mlp.shared"] if shape.published.shared else []
+    products = "{q,kv}" if row["kv_heads"] == "MLA" else "{q,k,v}"
+    yield f"column {', '.join([f'blocks.*.attn.{products}', *(f'{mlp}.up' for mlp in mlps)])} over tp"
+    yield f"row {', '.join(['blocks.*.attn.out', *(f'{mlp}.down' for mlp in mlps)])} over tp"
+    yield "vocab embed, head over tp"
+    if shape.gated and mlps:
+        yield f"column {', '.join(f'{mlp}.gate' for mlp in mlps)} over tp"
+    if number(row, "seq_parallel"):
+        yield "sequence blocks.* over tp"
 
 
 def cluster_of(case: Case) -> Cluster:
@@ -268,7 +346,7 @@ all layers of a chunk take equal times."""
 
 def predicted(case: Case) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and its parts."""
-    if case.layers <= _EXACT:
+    if case.layers <= _EXACT or (case.as_it_is and case.stages > 1):
         return _step(case, case.layers)
     (two, parts2), (three, parts3) = _step(case, _EXACT - 1), _step(case, _EXACT)
     more = case.layers - _EXACT
@@ -286,16 +364,18 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     from parc.step_time import update_seconds
 
     layers, cuts = _cuts(each, case.stages, case.missing)
-    few, data = _few(case), min(case.dp, 2)
-    text = f"let layers={layers}, count={few}, data={data}, batch={data * _SAMPLES * few}\n"
+    few = _few(case)
+    data, samples = (case.dp, case.micro) if case.as_it_is else (min(case.dp, 2), _SAMPLES)
+    text = f"let layers={layers}, count={few}, data={data}, batch={data * samples * few}\n"
     text += f"{case.text.replace('$cuts', cuts)}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = read_plan(Source("row.parc", text), {})
         build = _build(plan, text)
-    stored = ("dp",) if case.zero else ()
-    sizes = {"dp": np.array([case.dp])}
-    place = sweep_over(build.mesh, sizes, data * _SAMPLES, np.array([case.dp * case.micro]), False, stored).one(0)
+    place: Mesh = build.mesh
+    if not case.as_it_is:
+        stored, sizes = ("dp",) if case.zero else (), {"dp": np.array([case.dp])}
+        place = sweep_over(build.mesh, sizes, data * samples, np.array([case.dp * case.micro]), False, stored).one(0)
     actions = _actions(case, {key for role in build.roles.values() for key in role.programs})
     roles = {
         name: replace(
@@ -312,8 +392,8 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
 
 
 _SAMPLES = 10007
-"""The samples of a data rank in a microbatch that is compiled: a prime that divides no other dim of a model, by which
-the dims of the batch are found (decision 47)."""
+"""The samples of a data rank in a microbatch that is compiled, without experts: a prime that divides no other dim of a
+model, by which the dims of the batch are found (decision 47)."""
 
 
 def _actions(case: Case, programs: Collection[str]) -> dict[str, tuple[Action, ...]]:
@@ -399,14 +479,15 @@ def regret(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def model_flops(row: Row) -> float:
-    """Return the model FLOPs of a step, attention in full."""
-    layers, width, heads = (number(row, key) for key in ("layers", "hidden", "heads"))
-    kv = number(row, "kv_heads") if row["kv_heads"] else heads
-    ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * width
-    gated = row["gated_mlp"] not in ("", "0", "0.0")
+    """Return the model FLOPs of a step, attention in full, and latent attention as if it were not."""
+    shape, layers, width = Shape.of(row), number(row, "layers"), number(row, "hidden")
+    of, heads = shape.published, shape.heads * (shape.published.head or width // shape.heads)
+    ffn = shape.ffn if not shape.ep else number(row, "moe_ffn") * (number(row, "topk") + of.shared)
     length = number(row, "seq_len")
     token = layers * (
-        2 * width * width * (2 + 2 * kv / heads) + 4 * length * width + 2 * width * ffn * (3 if gated else 2)
+        2 * width * heads * (2 + 2 * shape.kv_heads / shape.heads)
+        + 4 * length * heads
+        + 2 * width * ffn * (3 if shape.gated else 2)
     )
     return 3 * (token + 2 * width * number(row, "vocab")) * length * number(row, "global_batch")
 

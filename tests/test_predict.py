@@ -39,9 +39,8 @@ def test_schedules_of_rows_are_those_of_plans(schedule: str, line: str, barrier:
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"schedule": "ZB-2p", "global_batch": "3"}, "`zb-h2` on 2 ranks wants twice as many microbatches"),
-     ({"family": "moe", "kv_heads": "MLA"}, "experts: no column gives the size of latent attention"),
-     ({"family": "moe"}, "experts: no column gives the size of the heads"), ({"gpu": "MI300X"}, "no cluster of MI300X"),
-     ({"precision": "fp8-cs"}, "products in fp8-cs")],
+     ({"family": "moe"}, "`n_experts` is ''"), ({"family": "moe", "ep": "3"}, "experts over ranks that do not divide"),
+     ({"gpu": "MI300X"}, "no cluster of MI300X"), ({"precision": "fp8-cs"}, "products in fp8-cs")],
 )  # fmt: skip
 def test_rows_without_a_plan_say_why(change: dict[str, str], why: str) -> None:
     with pytest.raises(predict.Inexpressible) as caught:
@@ -68,3 +67,27 @@ def test_a_step_compiled_for_few_microbatches_takes_as_long(
     few, parts = predict.predicted(case)
     monkeypatch.setattr(predict, "_few", lambda case: case.microbatches)
     assert predict.predicted(case) == (few, parts) and few > 0
+
+
+EXPERTS = {**ROW, "layers": "2", "gated_mlp": "1", "n_gpus": "8", "gpu": "H100", "tp": "2", "pp": "1", "ep": "8",
+           "zero_stage": "1", "seq_parallel": "1", "precision": "bf16", "system": "Megatron-LM", "schedule": "none",
+           "family": "moe", "n_experts": "8", "topk": "2", "moe_ffn": "32"}  # fmt: skip
+LATENT = {**EXPERTS, "model": "deepseekv3-4layers", "kv_heads": "MLA", "recompute": "mla_up_proj+mlp+moe_act"}
+IN_STAGES = {**EXPERTS, "tp": "1", "pp": "2", "ep": "2", "seq_parallel": "0", "schedule": "1F1B"}
+
+
+@pytest.mark.parametrize("row", [EXPERTS, LATENT, IN_STAGES], ids=["heads", "latent attention", "stages"])
+def test_products_of_experts_take_as_long_in_each_microbatch(row: dict[str, str]) -> None:
+    once, twice = (predict.predicted(predict.case_of({**row, "global_batch": batch}))[1] for batch in ("32", "64"))
+    assert twice["products"] == pytest.approx(2 * once["products"])
+
+
+def test_a_row_of_experts_has_their_sizes_placements_and_recomputation() -> None:
+    text = predict.case_of(LATENT | {"global_batch": "32"}).text
+    for line in (
+        "q_rank=1536, kv_rank=512, rope=64, experts=8, top=2, expert_ffn=32, shared=1, dense=1)",
+        "view dp, cp, tp as edp=1, ep=8 in blocks.*.mlp.experts",
+        "column blocks.[0..0].mlp.gate, blocks.*.mlp.shared.gate over tp",
+        "recompute blocks.[0..0].mlp\n",
+    ):
+        assert line in text
