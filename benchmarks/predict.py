@@ -120,6 +120,7 @@ WITHOUT_BARRIER = ("ZB-2p",)
 RECOMPUTED = {
     "mla_up_proj": "blocks.*.attn.{{q,kv}}",
     "mlp": "blocks.{dense}.mlp",
+    "moe": "blocks.*.mlp",
     "moe_act": "blocks.*.mlp.experts keep products, collectives",
     "layernorm": "blocks.*.{{norm1,norm2}}",
 }
@@ -190,6 +191,7 @@ class Shape:
     gated: bool
     ep: int
     """The ranks over which experts are split, 0 without experts."""
+    vocab: int
     published: Published
 
     @classmethod
@@ -224,8 +226,9 @@ class Shape:
         if not divides or heads % tp or (kv_heads % tp and tp % kv_heads):
             raise Inexpressible("heads that the ranks do not divide")
         ffn = number(row, "ffn_hidden") if row["ffn_hidden"] else 4 * number(row, "hidden")
+        vocab = published.vocab if published.vocab and not row["vocab"] else number(row, "vocab")
         gated = row["gated_mlp"] not in ("", "0", "0.0")
-        return cls(dp, tp, pp, cp, schedule, count, chunks, heads, kv_heads, ffn, gated, ep, published)
+        return cls(dp, tp, pp, cp, schedule, count, chunks, heads, kv_heads, ffn, gated, ep, vocab, published)
 
 
 def case_of(row: Row) -> Case:
@@ -264,10 +267,9 @@ def has_experts(row: Row) -> bool:
 def _model_lines(row: Row, shape: Shape, system: System) -> Iterator[str]:
     """Yield the lines of the model, its data and its update."""
     of, words, width = shape.published, 128 * shape.tp, number(row, "hidden")
-    vocab = of.vocab if of.vocab and not row["vocab"] else number(row, "vocab")
     tied = row["tied_emb"].lower() in ("1", "1.0", "true", "?", "") and not shape.gated
     sizes = f"layers=$layers, width={width}, heads={shape.heads}, kv_heads={shape.kv_heads}, ffn={shape.ffn}"
-    sizes += f", vocab={math.ceil(vocab / words) * words}, length={number(row, 'seq_len')}"
+    sizes += f", vocab={math.ceil(shape.vocab / words) * words}, length={number(row, 'seq_len')}"
     sizes += f", gated={str(shape.gated).lower()}, tied={str(tied).lower()}, dropout={system.dropout:g}"
     if of.head:
         sizes += f", size={of.head}"
@@ -305,7 +307,7 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
         yield "recompute blocks.*"
     elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
         yield f"recompute blocks.* {system.selective}"
-    for name in row["recompute"].split("+"):
+    for name in re.split(r"[+,]", row["recompute"]):
         if name in RECOMPUTED:
             yield f"recompute {RECOMPUTED[name].format(dense=_dense(shape))}"
 
@@ -489,7 +491,7 @@ def model_flops(row: Row) -> float:
         + 4 * length * heads
         + 2 * width * ffn * (3 if shape.gated else 2)
     )
-    return 3 * (token + 2 * width * number(row, "vocab")) * length * number(row, "global_batch")
+    return 3 * (token + 2 * width * shape.vocab) * length * number(row, "global_batch")
 
 
 def constant_mfu(row: Row, case: Case) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from parc.checking.checks import case_of
+from parc.checking.checks import case_of, check_build
 from parc.compiler.capture.faults import CaptureError
 from parc.compiler.capture.model_calls import TaskLines, made_in_eval, model_builder
 from parc.compiler.capture.observer import (
@@ -110,9 +110,18 @@ def test_clamped_weights_are_trained_as_in_plain_pytorch(tmp_path: Path) -> None
     assert trained["wide.weight"].max() > 0.1 and trained["least"].min() < 0.75  # as an evaluation reads them
 
 
+def test_an_evaluation_reads_weights_that_are_not_clamped(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(CLAMPED)
+    compiled = compile_plan(read_plan(Source("net.parc", f"{CLAMPED_PLAN}eval every 2\n")), tmp_path)
+    assert check_build(compiled).faults == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"if self.training": "if True", "zero 3": "eval every 2\nzero 3"},
+         "the forward clamps the parameter `least` in `eval()`, where a build changes none"),
+        ({"zero 3": "freeze least\nzero 3"}, "the forward clamps the frozen parameter `least`"),
         ({"mesh dp=4, tp=2": "mesh pp=2, dp=2, tp=2", "schedule ": "stage before narrow over pp\nschedule async "},
          "the forward clamps `least`, and a step of `async` begins before the one before it ends"),
         ({"mesh dp=4, tp=2": "mesh dp=4, tp=1", "width=16": "width=31"},
@@ -120,10 +129,10 @@ def test_clamped_weights_are_trained_as_in_plain_pytorch(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_clamps_that_no_step_can_do_are_refused(changes: dict[str, str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(CLAMPED)
-    text = CLAMPED_PLAN
+    text, model = CLAMPED_PLAN, CLAMPED
     for old, new in changes.items():
-        text = text.replace(old, new)
+        text, model = text.replace(old, new), model.replace(old, new)
+    (tmp_path / "net.py").write_text(model)
     with pytest.raises(PlanError) as error:
         compile_plan(read_plan(Source("net.parc", text)), tmp_path)
     assert message in str(error.value)

@@ -17,7 +17,7 @@ from ..ops.rules import facts, registered, registered_row
 from ..padding.pads import pads_from
 from ..program.actions import ACTIONS, FORWARD, REDUCE, Purpose, phases_of, work_kinds
 from ..program.binding import PARAMETERS
-from ..program.optimizers import PREVIOUS
+from ..program.optimizers import PREVIOUS, WEIGHT_LIMITS
 from ..program.program import Fault, Program, operator
 from ..program.roles import Role
 from ..program.step_values import residual_of
@@ -101,6 +101,7 @@ def evaluation_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
         **kept, "data": data, "said": said, "batches": line["batches"], "constants": line["constants"], "state": {},
         "divisions": line["divisions"],
         "frozen": sorted(manifest["parameters"]),
+        "optimizer": {key: value for key, value in manifest["optimizer"].items() if key != WEIGHT_LIMITS},
     }  # fmt: skip
 
 

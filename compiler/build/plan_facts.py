@@ -126,8 +126,8 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
 
     if grouped((line.given, matched(line.where)) for line in plan.groups) != manifest["optimizer"]["groups"]:
         yield fact_fault("`optimizer.groups` are not what the plan's `optimizer on` lines say")
-    for name, (low, high) in manifest["optimizer"].get(WEIGHT_LIMITS, {}).items():
-        if name not in stored or name in manifest["frozen"] or (low is not None and high is not None and low > high):
+    for name, limits in manifest["optimizer"].get(WEIGHT_LIMITS, {}).items():
+        if name not in stored or name in manifest["frozen"] or limits == [None, None]:
             yield fact_fault(f"`optimizer.limits` of `{name}` are no limits of a trained parameter")
     if not matched(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
         yield fact_fault("`frozen` lacks what the plan freezes")

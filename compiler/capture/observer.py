@@ -34,7 +34,7 @@ from ...grammar.bounded import real_path
 from .callables import CallableError, load_callable
 from .faults import CaptureError, calling_frame
 from .tensors_left import Cache, ClosureCell, Names, Place
-from .writes import CLAMPS, WeightLimits, limits_of
+from .writes import CLAMPS, NO_LIMITS, WeightLimits, limits_of
 
 # ---- what is refused
 
@@ -164,7 +164,7 @@ class _Functions(TorchFunctionMode):
 @final
 class _Operators(TorchDispatchMode):
     """A mode that notes writes to the memory of parameters, and draws from generators of their own. Parameters with
-    ``limits`` may be clamped to these, before all else that reads them."""
+    ``limits`` may be clamped to these: for the first time before anything reads them."""
 
     def __init__(
         self, faults: list[CaptureError], parameters: Mapping[str, Tensor], limits: Mapping[str, WeightLimits]
@@ -173,35 +173,45 @@ class _Operators(TorchDispatchMode):
         self._faults, self._parameters, self._limits = faults, parameters, limits
         self._memory = {p.untyped_storage()._cdata: name for name, p in parameters.items() if p.numel()}
         self._read = set[str]()
-        """The parameters with limits that were read, and not clamped before."""
+        self.clamped = set[str]()
+        """The parameters that were clamped to their limits before they were read."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
+        schema, written = func._schema, list[Any]()
         if schema.is_mutable:
             by_name = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-            written = [by_name.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-            for tensor in tree_leaves(written):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    name = self._name_of(tensor)
-                    if name is not None and not self._clamps(name, func, args, kwargs):
-                        self._faults.append(_write_fault(name, self._parameters[name], calling_frame()))
-        elif self._limits and func is not torch.ops.aten.detach.default:
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout is torch.strided)
-            self._read |= {name for name in map(self._name_of, tensors) if name is not None and name in self._limits}
+            written = tree_leaves(
+                [by_name.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+            )
+            for name in filter(None, map(self._name_of, written)):
+                if not self._clamps(name, func, args, kwargs):
+                    self._faults.append(_write_fault(name, self._parameters[name], calling_frame()))
+        if self._limits and func is not torch.ops.aten.detach.default:
+            read = (x for x in tree_leaves((args, kwargs)) if not any(x is other for other in written))
+            self._read.update(filter(None, map(self._name_of, read)))
         if kwargs.get("generator") is not None:
             self._faults.append(fault_of("seed", "the forward draws from a generator of its own", calling_frame()))
         return func(*args, **kwargs)
 
-    def _name_of(self, tensor: Tensor) -> str | None:
-        return self._memory.get(tensor.untyped_storage()._cdata)
+    def _name_of(self, value: Any) -> str | None:
+        """Return the name of the parameter in whose memory a tensor is."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        return self._memory.get(value.untyped_storage()._cdata)
 
     def _clamps(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a write clamps all of a parameter to its limits, before anything reads it."""
+        """Return whether a write clamps all of a parameter to its limits, the first time before anything reads it."""
         operator, parameter = func._schema.name.removeprefix("aten::").removesuffix("_"), self._parameters[name]
-        if operator not in CLAMPS or name in self._read or args[0].numel() != parameter.numel():
+        limits = limits_of(operator, args, kwargs) if operator in CLAMPS else None
+        if limits is None or args[0].numel() != parameter.numel():
             return False
-        return parameter.requires_grad and self._limits.get(name) == limits_of(operator, args, kwargs)
+        if limits == NO_LIMITS:  # nothing changes
+            return True
+        if self._limits.get(name) != limits or (name in self._read and name not in self.clamped):
+            return False
+        self.clamped.add(name)
+        return parameter.requires_grad
 
 
 def _write_fault(name: str, parameter: Tensor, source: str = "") -> CaptureError:
@@ -215,7 +225,7 @@ def observing(
     """Enter a forward of a model, and of its loss. The list gets what it does that a graph does not have, in order.
 
     A parameter counts as written if an operator writes its memory, or if it has other memory afterwards, unless it is
-    clamped to its ``limits`` before it is read.
+    clamped to its ``limits`` before it is read. One that has limits counts as written, too, if it is not clamped.
     """
     faults: list[CaptureError] = []
     before = {name: (p, p.untyped_storage()._cdata) for name, p in model.named_parameters()}
@@ -231,8 +241,9 @@ def observing(
         for of in (torch, torch.random):
             within.enter_context(mock.patch.object(of, "manual_seed", seeded(torch.random.manual_seed)))
         functions = within.enter_context(_Functions(faults))
-        within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}, limits))
+        operators = within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}, limits))
         yield faults
+    faults += [_write_fault(name, before[name][0]) for name in limits if name not in operators.clamped]
     for name, parameter in model.named_parameters():
         first, memory = before.get(name, (None, 0))
         if parameter is not first or parameter.untyped_storage()._cdata != memory:

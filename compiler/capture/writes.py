@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,23 +17,27 @@ WeightLimits = tuple[float | None, float | None]
 
 _DATA: Any = torch.Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+NO_LIMITS: WeightLimits = (None, None)
+_DETACH = (torch.Tensor.detach, torch.detach)
 CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 """The operators that clamp a tensor, which have forms in place."""
 _IN_PLACE = {getattr(of, f"{name}_"): name for of in (torch, torch.Tensor) for name in CLAMPS}
 
 
 def limits_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightLimits | None:
-    """Return the limits of a call of ``clamp``, ``clip``, ``clamp_min`` or ``clamp_max``; None if they are tensors.
+    """Return the limits of a call of ``clamp``, ``clip``, ``clamp_min`` or ``clamp_max``; None if they are tensors, or
+    no numbers.
 
     >>> limits_of("clamp", ("x", -1), {"max": 2}), limits_of("clamp_max", ("x", 2), {})
     ((-1.0, 2.0), (None, 2.0))
     """
     words = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
     said = {**dict(zip(words, args[1:], strict=False)), **kwargs}
-    low, high = said.get("min"), said.get("max")
-    if not all(limit is None or isinstance(limit, int | float) for limit in (low, high)):
+    low, high = (said.get(word, default) for word, default in (("min", -math.inf), ("max", math.inf)))
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if not all(isinstance(limit, Real) and limit == limit for limit in (low, high)):
         return None
-    return None if low is None else float(low), None if high is None else float(high)
+    return None if low == -math.inf else float(low), None if high == math.inf else float(high)
 
 
 class HiddenWrites(TorchFunctionMode):
@@ -46,10 +52,10 @@ class HiddenWrites(TorchFunctionMode):
         super().__init__()
         self._model, self._limits = model, limits
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """The results of ``x.data``, each with ``x``."""
+        """The results of ``x.data`` and ``x.detach()``, each with ``x``."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == _GET_DATA:
+        if function == _GET_DATA or function in _DETACH:
             self._data.append((args[0].detach(), args[0]))
             return self._data[-1][0]
         if (
@@ -72,7 +78,8 @@ class HiddenWrites(TorchFunctionMode):
         limits = limits_of(name, args, kwargs)
         if parameter is None or limits is None or self._limits.get(parameter, limits) != limits:
             return False
-        self._limits[parameter] = limits
+        if limits != NO_LIMITS:
+            self._limits[parameter] = limits
         return True
 
 

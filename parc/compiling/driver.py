@@ -384,16 +384,29 @@ def _moved_buffers(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Diag
 
 def _not_clamped(compiled: Compiled) -> Iterator[Diagnostic]:
     """Yield an error for a parameter that the model's forward clamps, and that no step can clamp."""
-    plan, pads = compiled.plan, compiled.pads
+    plan, pads, trains = compiled.plan, compiled.pads, compiled.request.purpose == "training"
+    held = compiled.built.reference.main.bound(*PARAMETERS)
+    copied = "or read a clamped copy: `self.w.clamp(-1, 1)`"
     for name, (low, high) in sorted(compiled.captured.limits.items()):
-        if plan.schedule is not None and plan.is_delayed:
+        message = help_ = ""
+        if not trains:
+            message = f"the forward clamps the parameter `{name}` in `eval()`, where a build changes none"
+            help_ = f"clamp under `if self.training:`, {copied}"
+        elif name in compiled.frozen:
+            message = f"the forward clamps the frozen parameter `{name}`, which nothing changes in a build"
+            help_ = f"clamp it once, in `__init__`, {copied}"
+        elif name not in held:
+            message = f"the forward clamps the parameter `{name}`, which nothing reads"
+            help_ = "leave this clamp out"
+        elif pads.get(name) and ((low is not None and low > 0) or (high is not None and high < 0)):
+            message = f"the forward clamps `{name}` to numbers without zero, and ranks hold it with zeros for padding"
+            help_ = "place it whole: leave it out of lines with `pad`, and of `zero` lines by `in`"
+        if message:
+            yield Diagnostic(PARAMETER_WRITTEN, message, Label(plan.model.span), help=help_)
+        elif plan.schedule is not None and plan.is_delayed:
             message = f"the forward clamps `{name}`, and a step of `async` begins before the one before it ends"
             help_ = "write `schedule 1f1b`, or train without the clamp"
             yield Diagnostic(SCHEDULE_MISFIT, message, Label(plan.schedule.span), help=help_)
-        if pads.get(name) and ((low is not None and low > 0) or (high is not None and high < 0)):
-            message = f"the forward clamps `{name}` to numbers without zero, and ranks hold it with zeros for padding"
-            help_ = "place it whole: leave it out of lines with `pad`, and of `zero` lines by `in`"
-            yield Diagnostic(PARAMETER_WRITTEN, message, Label(plan.model.span), help=help_)
 
 
 def _role_timelines(

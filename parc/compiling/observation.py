@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.capture.callables import load_callable
+from parc.compiler.capture.faults import CaptureError
 from parc.compiler.capture.model_calls import TaskLines, model_builder
 from parc.compiler.capture.model_output import returned_tensors
 from parc.compiler.capture.observer import (
@@ -120,11 +121,9 @@ class _Runs:
 
     def observe(self, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor] | None) -> Observation:
         states = [self.state.take()]
-        with observing(self._module, self._subject.limits) as faults, noting_packs() as packs:
-            first = self._forward(inputs)
+        with noting_packs() as packs:
+            first = self._observed(inputs)
         drawn = python_draws() != self._seeded
-        if faults:
-            raise faults[0]
         states.append(self.state.take())
         if generators := drawn_generators(*states):
             message = f"the forward draws from {listed(generators)}, which the next step finds in another state"
@@ -136,6 +135,8 @@ class _Runs:
         if packs and first[-1].requires_grad:
             self._check_packs(inputs, packs[0])
         kept = state_changes(states[0], states[2])
+        if kept and self._subject.limits:
+            raise self._not_always(kept)
         later = self._forward(others) if others is not None and (kept or not self.state.whole) else ()
         changed = state_changes(states[1], states[2], tensors=False)
         return Observation(functions, changed, later, kept, self.state.whole)
@@ -154,6 +155,25 @@ class _Runs:
         loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
         return *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)), loss
 
+    def _observed(self, inputs: Mapping[str, Tensor], draws: int = 0) -> tuple[Tensor, ...]:
+        """Return what ``_forward`` does.
+
+        Raises:
+            CaptureError: the forward does what a graph does not have.
+        """
+        with observing(self._module, self._subject.limits) as faults:
+            tensors = self._forward(inputs, draws)
+        if faults:
+            raise faults[0]
+        return tensors
+
+    def _not_always(self, kept: Sequence[str]) -> CaptureError:
+        """Return the error of a clamp beside state in Python: another step may clamp otherwise, or not at all."""
+        clamped = listed(sorted(self._subject.limits))
+        message = f"the forward clamps {clamped} and leaves {listed(kept)} in Python, by which a later step may not"
+        help_ = "clamp to the same numbers in every step, and leave nothing in Python, or leave the clamp out"
+        return CaptureError("written", message, help=help_)
+
     def _check_again(self, inputs: Mapping[str, Tensor], first: Sequence[Tensor], drawn: bool) -> None:
         """Check that the same comes out of further runs: as if traced, and with other draws of Python and NumPy.
 
@@ -167,7 +187,7 @@ class _Runs:
         except Exception:  # code for tracers may want what only these have
             traced = tuple(first)
         if not self._same(first, traced):
-            again = self._forward(inputs)
+            again = self._observed(inputs)
             if self._same(first, again):
                 numbers = (
                     f"the loss is {float(traced[-1].detach()):.6g} then, and {float(first[-1].detach()):.6g} otherwise"
@@ -175,7 +195,7 @@ class _Runs:
                 raise fault_of("traced", numbers if self._subject.plan.trains else "it returns others")
             raise PlanError([self._no_function(first, again, "")])
         for seed in _DRAWS if drawn else ():
-            other = self._forward(inputs, seed)
+            other = self._observed(inputs, seed)
             if not self._same(first, other):
                 raise PlanError([self._no_function(first, other, "it draws from Python's `random` or from NumPy's")])
 

@@ -224,7 +224,7 @@ class Offloaded:
         if self.holds_slots:
             for name, parameter in parameters.items():
                 if name not in self._frozen and parameter.dim():
-                    fill_slots(optimizer, self._line, parameter, self._zeros)
+                    fill_slots(optimizer, self._line, name, parameter, self._zeros)
         return optimizer
 
     @property

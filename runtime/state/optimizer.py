@@ -237,14 +237,15 @@ def _beside(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 
 
 def fill_slots(
-    optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameter: torch.Tensor,
+    optimizer: torch.optim.Optimizer, line: Mapping[str, Any], name: str, parameter: torch.Tensor,
     zeros: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
-    """Create the optimizer's state of a parameter, as it is before the first step. ``zeros`` returns a tensor of zeros
-    like another, in the place where the state is kept."""
+    """Create the optimizer's state of the parameter of a name, as it is before the first step's update. ``zeros``
+    returns a tensor of zeros like another, in the place where the state is kept."""
     if slots := {slot: zeros(parameter) for slot in kept_slots(line)}:
         for slot in slots.keys() & {*BESIDE}:
             slots[slot].copy_(parameter)
+            clamp_weights({name: slots[slot]}, line)
         for slot, number in OPTIMIZERS[line["name"]].numbers.items():
             slots[slot] = torch.full((), number, dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = slots

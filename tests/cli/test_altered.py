@@ -146,7 +146,7 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "optimizer.groups": lambda m: m["optimizer"].update(
         groups=[{"parameters": ["norm.weight"], "set": {"weight_decay": 0.0}}]
     ),
-    "optimizer.limits": lambda m: m["optimizer"].update(limits={"norm.weight": [1.0, 0.0]}),
+    "optimizer.limits": lambda m: m["optimizer"].update(limits={"norm.weight": [None, None]}),
     "accumulate": lambda m: m.update(accumulate="bfloat16"),
     "precision": lambda m: m.update(precision=[{"type": "bfloat16", "modules": [""], "line": 1}]),
     "data": lambda m: m.update(data=None),

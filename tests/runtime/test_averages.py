@@ -75,7 +75,7 @@ def test_an_average_begins_as_its_weight_wherever_it_is_kept() -> None:
             AVERAGE: {"decay": 0.9, "every": 2}}  # fmt: skip
     weight = torch.arange(4.0)
     optimizer = make_optimizer({"w": weight}, line)
-    fill_slots(optimizer, line, weight, torch.zeros_like)
+    fill_slots(optimizer, line, "w", weight, torch.zeros_like)
     slots = optimizer.state[weight]
     assert torch.equal(slots[AVERAGE], weight) and slots[AVERAGE] is not weight
     assert all(not value.any() for slot, value in slots.items() if slot != AVERAGE)
