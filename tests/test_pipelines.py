@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import parc
+from certificate.step import certify_texts
 from parc.checking.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.checking.reports import report_of
 from parc.cli.build import report_text
@@ -18,7 +19,7 @@ from parc.compiler.analysis.flops import stage_flops, step_timeline
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.schedules.timeline import simulate
-from parc.compiling.compiled import Compiled
+from parc.compiling.compiled import Compiled, files_of, manifest_of
 from parc.compiling.driver import compile_plan
 from parc.compiling.plan_data import check_sample
 from parc.grammar.diagnostics import PlanError
@@ -27,6 +28,7 @@ from parc.report_words import stage_rows
 from parc.runtime.compare.simulate import compare
 
 from .captured_once import compile_once
+from .checked_plans import simulated
 from .draws import wide
 from .pages import ROOT
 from .runtime.ranks import run_ranks
@@ -283,3 +285,30 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
         assert found.keys() == weights.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+
+
+CUT = """\
+model     "./{model}
+input     input_ids int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=16
+loss      cross_entropy(output.logits, targets)
+optimizer sgd lr 1e-3
+mesh      pp=2, dp=2
+shard     input_ids, targets [B/dp, _]
+stage     {cut} over pp
+schedule  1f1b microbatches 2
+"""
+LLAMA = 'llama.py:llama" (layers=1, width=32, heads=4, kv_heads=2, ffn=48, vocab=64, length=16)'
+MIXTRAL = 'moe.py:mixtral" (layers=1, width=32, ffn=32, experts=4, top=2, length=16)'
+
+
+@pytest.mark.parametrize(
+    ("model", "cut"),
+    [(LLAMA, "after out(model.layers.0.mlp.up_proj)"), (MIXTRAL, "before model.layers.0.self_attn")],
+    ids=["a gradient of a residual is sent as it came", "a gradient is sent, and read by a gradient of a weight"],
+)
+def test_a_stage_may_begin_inside_a_block(model: str, cut: str) -> None:
+    compiled = compile_once(read_plan(Source("cut.parc", CUT.format(model=model, cut=cut))), EXAMPLES)
+    simulated(compiled)
+    assert certify_texts(files_of(compiled), manifest_of(compiled)).lines

@@ -340,6 +340,8 @@ class _Joined:
         results, ends = dict[str, Value | None](), dict[str, Binding]()
         for line, function in pair:
             for value, argument in zip(function.parameters, line.args, strict=True):
+                if parameters.get(value.name) == value and arguments[value.name] == argument:
+                    continue  # I may return it too, as the gradient of a residual
                 handed = results.get(value.name)
                 known = Ref(handed.name) if handed is not None else arguments.setdefault(value.name, argument)
                 if known != argument or (handed is None and parameters.setdefault(value.name, value) != value):

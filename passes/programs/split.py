@@ -217,10 +217,11 @@ class _Split:
         first, used = needed(callee.lines, [*first_results, *handed])
         title = self.function_names.fresh(f"{callee.name}_inputs")
         numbered = title.removeprefix(f"{callee.name}_inputs")
-        made_first = [*(name for _, name in callee.returns if name in first_results), *handed]
+        # what I returns for the stage before, W may read too
+        returned_first = dict.fromkeys((*(name for _, name in callee.returns if name in first_results), *handed))
         inputs = Function(
             title, tuple(v for v in callee.parameters if v.name in used), first,
-            tuple((Binding("value", name), name) for name in made_first),
+            tuple((Binding("value", name), name) for name in returned_first),
         )  # fmt: skip
         returned = [name for _, name in callee.returns if name in targets and (name not in cut or name in parameters)]
         reads = {name for line in behind for name in line.uses} | {*returned}
