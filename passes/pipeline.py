@@ -251,11 +251,11 @@ def _split_rows(graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim[Binding]]) -
 def _place_values(
     graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim[ValueKey]],
     fused: Sequence[tuple[PlacementSeed, Sequence[str]]], context: Sequence[ContextLine],
-    experts: Mapping[str, RoutedLayer],
+    experts: Mapping[str, RoutedLayer], like: Placed | None = None,
 ) -> Placed:  # fmt: skip
     """Return where every value lies. Tokens that ranks with the same experts share out are placed in a second round."""
     gathered, heads = few_heads(graph, fused), heads_over(graph, context)
-    placed = propagate(graph, mesh, claims, gathered, heads)
+    placed = propagate(graph, mesh, claims, gathered, heads, like)
     slices, behind = slice_tokens(graph, mesh, placed, {name: layer.replicas for name, layer in experts.items()})
     if slices:
         placed = propagate(graph, mesh, [*claims, *slices], gathered | behind, heads)
@@ -278,7 +278,7 @@ def _cleaned(typed: fx.Graph) -> None:
 PLACING_PASSES = (
     Pass("rows of logits", _split_rows, "graph mesh claims", changes="graph"),
     Pass("claims", _claimed, "graph claims", gives="claimed"),
-    Pass("placements", _place_values, "graph mesh claimed fused context experts", gives="placed"),
+    Pass("placements", _place_values, "graph mesh claimed fused context experts like", gives="placed"),
     Pass("conversions", _converted, "graph mesh placed choices levels", gives="typed reshards"),
     Pass("parameters first", lift_parameters, "typed", changes="typed"),
     Pass("biases in products", fuse_bias, "typed", changes="typed"),
@@ -301,7 +301,9 @@ def _count_graph(*values: Any) -> fx.Graph | None:
     claims = tuple(
         Claim(binding, axis, splits.get(axis), 0) for binding, splits in inputs.items() for axis in known["mesh"].names
     )
-    typed: fx.Graph = run_passes(PLACING_PASSES, {**known, "graph": known["count"], "claims": claims})["typed"]
+    typed: fx.Graph = run_passes(PLACING_PASSES, {**known, "graph": known["count"], "claims": claims, "like": None})[
+        "typed"
+    ]
     return typed
 
 
@@ -424,7 +426,7 @@ def values_of(captured: Captured, request: Request, measure: Measure | None = No
     asked = {each.name: getattr(group, each.name) for group in (*request.groups, request) for each in fields(group)}
     model = {"captured": captured.graph, "updates": captured.updates, "returned": captured.returned}
     purpose = {"trains": request.trains, "evaluates": not request.trains}
-    return {**asked, **model, **purpose, "request": request, "measure": measure}
+    return {**asked, **model, **purpose, "request": request, "measure": measure, "like": None}
 
 
 class Trials:
@@ -433,6 +435,8 @@ class Trials:
 
     def __init__(self, captured: Captured) -> None:
         self._captured, self._results = captured, GlobalResults()
+        self._first: tuple[StepValues, Partition] | None = None
+        """The first request's values, from which others go on that share its graph."""
 
     def graph(self, request: Request) -> fx.Graph:
         """Return the graph in which values are placed under a request."""
@@ -447,8 +451,16 @@ class Trials:
     def conversions(self, request: Request) -> tuple[Placed, Iterator[Reshard]]:
         """Return where values lie under a request, and the conversions between them as they are found, in order: who
         has seen enough need not take the others."""
-        values = self._run(_TRIED_PASSES[:_CONVERSIONS], request)
-        partition = Partition(*(values[name] for name in _TRIED_PASSES[_CONVERSIONS].needs.split()))
+        values = self._results.of(self._captured, request)
+        first, like = self._first or ({}, None)
+        if values["choices"] is not None or any(values[name] != first.get(name) for name in _SHARED.split()):
+            like = None
+        values = run_passes(_TRIED_PASSES[:_CONVERSIONS], {**values, "like": None if like is None else like.placed})
+        names = _TRIED_PASSES[_CONVERSIONS].needs.split()
+        graph, mesh, placed, choices, levels = (values[name] for name in names)
+        partition = Partition(graph, mesh, placed, choices, levels, like)
+        if like is None:
+            self._first = values, partition
         return values["placed"], partition.conversions()
 
     def typed(self, request: Request) -> tuple[Placed, Sequence[Reshard], fx.Graph]:
@@ -463,3 +475,5 @@ class Trials:
 _TRIED_PASSES = [each for each in PLACING_PASSES if each.changes != "graph"]
 """The passes of a trial: all requests share the nodes of the graph."""
 _CONVERSIONS = next(at for at, each in enumerate(_TRIED_PASSES) if each.run is _converted)
+_SHARED = "graph mesh fused context experts choices levels"
+"""The values of a step that two trials have in common if one goes on from the other."""

@@ -147,7 +147,7 @@ def task_lines(plan: Plan) -> TaskLines:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Enter a block without garbage collection: it would walk over all graphs, which live to the end, and free next to
     nothing."""
     enabled = gc.isenabled()
@@ -159,7 +159,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@uncollected()
 def compile_plan(
     plan: Plan,
     folder: Path,
@@ -283,7 +283,7 @@ def at_largest(plan: Plan) -> Plan:
     return replace(fixed(plan, {name: size.high for name, size in plan.sizes.items()}), evaluation=None)
 
 
-@_uncollected()
+@uncollected()
 def compile_with(captures: Captures, plan: Plan) -> Compiled:
     """Compile a plan for a model that may be captured already, at its largest sizes and without its evaluation.
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Request
 from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
-from parc.compiling.driver import REFUSALS, Progress, compile_captured, compile_plan, task_lines
+from parc.compiling.driver import REFUSALS, Progress, compile_captured, compile_plan, task_lines, uncollected
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
 from parc.compiling.request import ask
-from parc.grammar.codes import LOSS_NOT_NUMBER, NO_INPUTS
+from parc.grammar.codes import CONTROL_FLOW, LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
@@ -66,6 +65,7 @@ class Proposal:
     family: str
 
 
+@uncollected()
 def propose(wish: Wish, folder: Path, name: str, progress: Progress = lambda _: None) -> Proposal:
     """Return a plan for a model, to be stored in ``folder`` under ``name``. It is compiled once, so that its names and
     sizes fit the model.
@@ -140,11 +140,14 @@ def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tup
         PlanError: that of the first task, if none can.
     """
     errors: list[PlanError] = []
-    for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
-        try:
-            return _fitted(wish, task, folder, name)
-        except PlanError as error:
-            errors.append(error)
+    for task in tasks:
+        for shorter in _lengths(task, wish):
+            try:
+                return _fitted(wish, shorter, folder, name)
+            except PlanError as error:
+                errors.append(error)
+                if error.diagnostics[0].code is CONTROL_FLOW:  # whatever the lengths
+                    break
     raise errors[0]
 
 

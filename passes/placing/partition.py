@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,18 +75,34 @@ def _gradients(graph: fx.Graph) -> dict[ValueKey, bool]:
             for node in nodes for index, value in enumerate(tensors_of(node))}  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Emitted:
+    """All that was read and changed as one node was emitted: the states of its operands; its new states and forms, in
+    order; its reshards; and the forms that it used."""
+
+    read: dict[ValueKey, Placement | None]
+    states: list[tuple[ValueKey, Placement]] = field(default_factory=list)
+    forms: dict[tuple[ValueKey, Placement], fx.Node] = field(default_factory=dict)
+    used: list[tuple[ValueKey, Placement]] = field(default_factory=list)
+    reshards: Sequence[Reshard] = ()
+
+
 class Partition:
     """The pass of partition. It takes a canonical graph and its placements, and gives the typed graph, a new one, and
-    the ``reshards`` that readers needed. Each value is converted at most once to each placement, for all readers."""
+    the ``reshards`` that readers needed. Each value is converted at most once to each placement, for all readers. In a
+    trial, which emits no graph, nodes are taken over from one that is ``like`` it where they come out the same."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None,
-                 levels: Mapping[str, int]) -> None:  # fmt: skip
+                 levels: Mapping[str, int], like: Partition | None = None) -> None:  # fmt: skip
         self.source, self.mesh, self.placed, self.choices, self.levels = graph, mesh, placed, choices, levels
         self.graph = fx.Graph()
         self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
         self.state: dict[ValueKey, Placement] = {}
-        self.grad = _gradients(graph)
-        self.pure = made_of(graph, FIXED)
+        self.like = like
+        self.grad: dict[ValueKey, bool] = _gradients(graph) if like is None else like.grad
+        self.pure: set[fx.Node] = made_of(graph, FIXED) if like is None else like.pure
+        self.emitted: dict[fx.Node, _Emitted] = {}
+        self.last = _Emitted({})
         self.reshards: list[Reshard] = []
         self.origin = Origin()
         self.reader = "output"
@@ -109,6 +125,7 @@ class Partition:
             if key[0] in self.pure:
                 rebuilt = self.rebuild(key, want)
                 if rebuilt is not None:
+                    self.last.used.append((key, want))
                     return rebuilt
         if want not in self.forms[key]:
             have = self.state[key]
@@ -118,7 +135,18 @@ class Partition:
             levels = self.levels if self.with_rows or noted(key[0]).packed is not None else {}
             for step in in_levels(self._imposed(key, path, have, want), have, self.mesh, levels):
                 have = self._step(key, have, dict(step))
+        self.last.used.append((key, want))
         return self.forms[key][want]
+
+    def _lies(self, key: ValueKey, placement: Placement) -> None:
+        """Set the state of a value."""
+        self.state[key] = placement
+        self.last.states.append((key, placement))
+
+    def _has(self, key: ValueKey, placement: Placement, form: fx.Node) -> None:
+        """Add a form of a value."""
+        self.forms.setdefault(key, {})[placement] = form
+        self.last.forms[key, placement] = form
 
     def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
         """Return the path that was cheapest at the largest sizes of a range, or ``path`` if that one does not divide
@@ -140,10 +168,10 @@ class Partition:
         first = have[next(iter(changes))]
         target = have.replace(changes)
         if target not in self.forms[key]:
-            self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
+            self._has(key, target, self._emit_conversion(key, have, target, tuple(changes)))
             if first == "P" and have == self.state[key]:
                 # the reduced form is the value's state from now on: a sum with it would keep two copies alive
-                self.state[key] = target
+                self._lies(key, target)
         return target
 
     def _emit_conversion(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
@@ -256,7 +284,8 @@ class Partition:
         if facts(node.target).reduces == "exponentials":
             terms, placement = expand_rows(self.graph, self.mesh, node, operands, parts, self._note)
             for index, term in enumerate(terms):
-                self.forms[node, index], self.state[node, index] = {placement: term}, placement
+                self._has((node, index), placement, term)
+                self._lies((node, index), placement)
             return
         results = []
         for index, state in enumerate(states):
@@ -265,7 +294,7 @@ class Partition:
             results.append((key, placement if self.grad.get(key) else placement.data()))
         self.emit(node, parts, results, operands)
         for key, placement in results:
-            self.state[key] = placement
+            self._lies(key, placement)
             # a partial sum that is placed split is reduced to that split at once, if the split nests there
             reduced = placement
             for axis, split in self.placed.splits[key].items():
@@ -280,7 +309,7 @@ class Partition:
                 self.origin = replace(self.origin, plan=min(whole.values()))
             if reduced != placement:
                 self.convert(key, reduced)
-                self.state[key] = reduced
+                self._lies(key, reduced)
 
     def _unsplit(
         self, node: fx.Node, axis: str, keys: Sequence[ValueKey], wants: Sequence[dict[str, AxisType]]
@@ -328,12 +357,12 @@ class Partition:
         self._note(new, [self.type_of(key, placement) for key, placement in results])
         noted(new).kept = self.kept
         if len(results) == 1 and not isinstance(noted(results[0][0][0]).value, (tuple, list)):
-            self.forms.setdefault(results[0][0], {})[results[0][1]] = new
+            self._has(*results[0], new)
             return new
         for index, (key, placement) in enumerate(results):
             part = self.graph.call_function(operator.getitem, (new, index))
             self._note(part, [self.type_of(key, placement)])
-            self.forms.setdefault(key, {})[placement] = part
+            self._has(key, placement, part)
         return new
 
     def _note(self, node: fx.Node, types: list[TensorType | None]) -> None:
@@ -349,8 +378,8 @@ class Partition:
         new = self.graph.placeholder(node.name)
         noted(new).types = [self.type_of(key, placement)]
         noted(new).binding, noted(new).line = noted(node).binding, self.placed.lines.get(node, 0)
-        self.state[key] = placement
-        self.forms[key] = {placement: new}
+        self._lies(key, placement)
+        self._has(key, placement, new)
 
     def run(self) -> fx.Graph:
         """Return the typed graph. Its outputs are numbers, which may still be partial (the loss's numerator), new
@@ -363,20 +392,54 @@ class Partition:
 
     def conversions(self) -> Iterator[Reshard]:
         """Emit the nodes of the typed graph one after the other, and yield the reshards as they are noted."""
-        yielded = 0
         for node in self.source.nodes:
-            if node.op == "placeholder":
-                self.placeholder(node)
-            elif computes(node):
-                origin = noted(node).origin  # a cast names the line that asked for it
-                self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
-                self.block = noted(node).block
-                self.reader, self.kept = operator_name(node.target), noted(node).kept
-                self.operator(node)
-                yield from self.reshards[yielded:]
-                yielded = len(self.reshards)
+            if node.op == "placeholder" or computes(node):
+                before = len(self.reshards)
+                if (known := self._known(node)) is not None:
+                    self._take_over(known)
+                elif node.op == "placeholder":
+                    self.last = _Emitted({})
+                    self.placeholder(node)
+                else:
+                    self.last = _Emitted({key: self.state.get(key) for key in map(key_of, operands_of(node))})
+                    origin = noted(node).origin  # a cast names the line that asked for it
+                    self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
+                    self.block = noted(node).block
+                    self.reader, self.kept = operator_name(node.target), noted(node).kept
+                    self.operator(node)
+                    self.last.reshards = self.reshards[before:]
+                self.emitted[node] = self.last
+                yield from self.last.reshards
+        before = len(self.reshards)
         self._outputs()
-        yield from self.reshards[yielded:]
+        yield from self.reshards[before:]
+
+    def _known(self, node: fx.Node) -> _Emitted | None:
+        """Return a node as it was emitted under other placements, if it comes out the same under these."""
+        like, placed = self.like, self.placed
+        known = like.emitted.get(node) if like is not None else None
+        if like is None or known is None or placed.parts.get(node) != like.placed.parts.get(node):
+            return None
+        if self.hoisted.get(node) != like.hoisted.get(node) or any(
+            placed.splits[node, index] != like.placed.splits[node, index] for index in range(len(tensors_of(node)))
+        ):
+            return None
+        if any(self.state.get(key) != state for key, state in known.read.items()):
+            return None
+        if any(placement in self.forms.get(key, ()) for key, placement in known.forms):
+            return None
+        if any(use not in known.forms and use[1] not in self.forms.get(use[0], ()) for use in known.used):
+            return None
+        packed = noted(node).packed is not None or any(noted(key[0]).packed is not None for key in known.read)
+        return None if packed or (computes(node) and facts(node.target).reroutes) else known
+
+    def _take_over(self, known: _Emitted) -> None:
+        """Change what a node changed under other placements."""
+        for (key, placement), form in known.forms.items():
+            self.forms.setdefault(key, {})[placement] = form
+        self.state.update(known.states)
+        self.reshards += known.reshards
+        self.last = known
 
     def _outputs(self) -> None:
         self.block, self.reader, self.kept = None, "output", True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import fx
@@ -44,6 +44,25 @@ class Placed:
     """The lines of ``sites`` whose values, once gathered for a product, are saved for backward."""
     whole: dict[tuple[ValueKey, str], int] = field(default_factory=dict)
     """The line that keeps a value inside the model whole over an axis. If its operator is split, it is gathered."""
+    claims: Sequence[Claim[ValueKey]] = ()
+    """The claims from which all follows."""
+    terms: Terms | None = None
+
+    def begins(self, claims: Sequence[Claim[ValueKey]], gathered: frozenset[tuple[ValueKey, str]]) -> bool:
+        """Return whether propagation of claims comes by these placements: its first claims are theirs, and the others
+        are of later lines and over axes that split nothing yet."""
+        rest, lines = claims[len(self.claims) :], {claim.line for claim in self.claims}
+        axes = {claim.axis for claim in rest}
+        return (
+            [*claims[: len(self.claims)]] == [*self.claims] and gathered == self.gathered
+            and not any(claim.site for claim in self.claims) and not any(claim.line in lines for claim in rest)
+            and all(map(axes.isdisjoint, self.splits.values())) and all(map(axes.isdisjoint, self.parts.values()))
+        )  # fmt: skip
+
+    def copy(self) -> Placed:
+        """Return the same placements, to be changed."""
+        splits, parts = {key: {**at} for key, at in self.splits.items()}, {op: {**at} for op, at in self.parts.items()}
+        return replace(self, splits=splits, parts=parts, lines={**self.lines}, sites={**self.sites}, whole={})
 
     def asks(self, key: ValueKey, axis: str, result: AxisType, reader: str) -> bool:
         """Return True for a conversion that a line asks for, or that has a note of its own: the gather of few heads, of
@@ -70,32 +89,37 @@ class FewHeads(ValueError):
         self.axis, self.origin = axis, origin
 
 
+class Terms:
+    """The operators of a graph in order, with their rules and values: all that propagation reads of it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: at for at, node in enumerate(filter(computes, graph.nodes))}
+        self.keys = [(node, index) for node in graph.nodes for index in range(len(tensors_of(node)))]
+        self.rules: dict[fx.Node, OpRule] = {}
+        self.without_rule: list[fx.Node] = []
+        self.of: dict[fx.Node, list[tuple[ValueKey, Dims, bool]]] = {}
+        self.readers: dict[ValueKey, list[fx.Node]] = {}
+        for node in self.order:
+            rule, known = rule_of(node)
+            self.rules[node] = rule
+            if not known and operands_of(node):  # creation operators have nothing to gather
+                self.without_rule.append(node)
+            operands = [(key_of(n), dims, True) for n, dims in zip(operands_of(node), rule.operands, strict=True)]
+            results = [((node, index), dims, False) for index, dims in enumerate(rule.results)]
+            self.of[node] = operands + results
+            for key, _, _ in self.of[node]:
+                self.readers.setdefault(key, []).append(node)
+
+
 class _Propagation:
-    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[ValueKey, str]], heads: HeadAxes) -> None:
-        self.mesh, self.heads = mesh, heads
-        self.placed = Placed(gathered=gathered)
+    def __init__(self, terms: Terms, mesh: Mesh, placed: Placed, heads: HeadAxes) -> None:
+        self.mesh, self.heads, self.placed = mesh, heads, placed
+        self.order, self.terms, self.readers = terms.order, terms.of, terms.readers
         self.whole: set[tuple[ValueKey, str]] = set()
         self.inside = False
         self.few: set[tuple[ValueKey, str]] = set()
         self.closed: set[tuple[fx.Node, str]] = set()
         self.claimed: dict[tuple[ValueKey, str], Split] = {}
-        self.order = [node for node in graph.nodes if computes(node)]
-        self.terms: dict[fx.Node, list[tuple[ValueKey, Dims, bool]]] = {}
-        self.readers: dict[ValueKey, list[fx.Node]] = {}
-        for node in graph.nodes:
-            for index in range(len(tensors_of(node))):
-                self.placed.splits[node, index] = {}
-        for node in self.order:
-            rule, known = rule_of(node)
-            self.placed.rules[node] = rule
-            self.placed.parts[node] = {}
-            if not known and operands_of(node):  # creation operators have nothing to gather
-                self.placed.without_rule.append(node)
-            operands = [(key_of(n), dims, True) for n, dims in zip(operands_of(node), rule.operands, strict=True)]
-            results = [((node, index), dims, False) for index, dims in enumerate(rule.results)]
-            self.terms[node] = operands + results
-            for key, _, _ in self.terms[node]:
-                self.readers.setdefault(key, []).append(node)
 
     def place(self, key: ValueKey, axis: str, split: Split, line: int) -> list[fx.Node]:
         """Split a value, if nothing forbids it and it nests with the value's other splits. Return the operators to
@@ -210,10 +234,9 @@ class _Propagation:
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
         """Visit changed operators, forward and backward in turn, until nothing changes."""
         dirty = set(start)
-        position = {node: index for index, node in enumerate(self.order)}
         forward = True
         while dirty:
-            for node in sorted(dirty, key=position.__getitem__, reverse=not forward):
+            for node in sorted(dirty, key=self.order.__getitem__, reverse=not forward):
                 dirty.discard(node)
                 dirty.update(self.visit(node, line))
             forward = not forward
@@ -251,6 +274,7 @@ def propagate(
     claims: Sequence[Claim[ValueKey]],
     gathered: frozenset[tuple[ValueKey, str]] = frozenset(),
     heads: HeadAxes = MappingProxyType({}),
+    like: Placed | None = None,
 ) -> Placed:
     """The pass of placements. It takes a canonical graph and a plan's claims, and returns the placements of all values
     that follow from them. The graph stays as it is.
@@ -258,9 +282,19 @@ def propagate(
     Splits spread in both directions to a fixed point, one line's claims after the other: where two lines would split a
     value or an operator differently, the earlier one does. Claims over axes of size 1 hold trivially. Values that are
     ``gathered`` over an axis split none of their readers there. ``heads`` are axes that split an attention over heads,
-    whatever else they split of its operands.
+    whatever else they split of its operands. Placements ``like`` these of the same graph and mesh are gone on from, if
+    they are those of the first claims.
     """
-    state = _Propagation(graph, mesh, gathered, heads)
+    terms = like.terms if like is not None and like.terms is not None else Terms(graph)
+    if like is not None and not heads and like.begins(claims, gathered):
+        placed, settled = like.copy(), {(False, claim.line) for claim in like.claims}
+    else:
+        placed, settled = (
+            Placed({key: {} for key in terms.keys}, {node: {} for node in terms.order}, gathered=gathered),
+            set(),
+        )
+    placed.rules, placed.without_rule, placed.claims, placed.terms = terms.rules, terms.without_rule, claims, terms
+    state = _Propagation(terms, mesh, placed, heads)
     real = [claim for claim in claims if mesh.size(claim.axis) > 1]
     state.placed.keeps = frozenset(claim.line for claim in real if claim.gathered)
     for claim in real:
@@ -275,7 +309,7 @@ def propagate(
     by_line: dict[tuple[bool, int], list[Claim[ValueKey]]] = {}
     for claim in sorted(real, key=lambda claim: bool(claim.site)):
         by_line.setdefault((bool(claim.site), claim.line), []).append(claim)
-    for (site, line), group in by_line.items():
+    for (site, line), group in ((key, group) for key, group in by_line.items() if key not in settled):
         start: list[fx.Node] = []
         if site:
             state.go_inside()
