@@ -64,6 +64,11 @@ EXCEPTIONS: Mapping[str, str] = {
     r"run again: line: .* aten\.mul\.Tensor\(.*Ref\(name='ne'\)": "a mask of zeros and ones may be applied twice",
     r"swap operands: line: .* aten\._softmax_backward_data": "gradients of normalized weights are orthogonal to these",
     r"run again: collective: .* on the result of F .*parc\.row_max": "the largest of one number is itself",
+    r"(leave out|run again): line: .* SCALE scale: \w+ = aten\.div\.Tensor\(Ref\(.*\), 1\)$": "it divides by 1",
+    r"have a row otherwise: .* B backward parameters: parameter [\w.]*norm\d\.bias and parameter [\w.]*norm\d\.bias are"
+    r" exchanged$": "gradients of a norm read no bias",
+    r"swap operands: call: routers, means: Ref\(name='\w+_div'\) and Ref\(name='\w+_div'\)": "both are summands",
+    r"swap operands: call: .*Ref\(name='\w*dropout_mask'\) and Ref\(name='sum'\) in": "both are factors",
     r"^evaluations: exchange results: line: .* F .*aten\.native_layer_norm": "an evaluation reads neither",
     r"^evaluations: swap operands: line: .* F part: sub = aten\.sub\.Tensor": "the difference is squared",
     r"^evaluations: change a value on its way: .* F eq by": "it masks a gradient, and an evaluation has none",
