@@ -29,6 +29,7 @@ from .test_house import LAYERS, python_files, shown, tree
 
 TABLES = {
     "compiler/capture/complex/rules.py": {"RULES", "_PARTWISE", "_ZEROS"},
+    "compiler/capture/writes.py": {"CLAMPS"},
     "compiler/initial/recorder.py": {"_ELEMENT_MOVES"},
     "compiler/padding/flow.py": {"_PAD_OPERATORS"},
     "passes/programs/joint.py": {"FORMS"},
@@ -36,7 +37,8 @@ TABLES = {
     "runtime/compare/plain.py": {"_DECOMPOSED_DRAWS"},
 }
 """Tables of code by operator: without complex numbers, for one element of a result, for padding that an operator makes
-or takes away, and for traces that torch's own would not do; and operators of plain modules that no program has."""
+or takes away, and for traces that torch's own would not do; and operators of plain modules that no program has, as
+those that write a parameter."""
 REGISTERS = {"rewrites", "takes_apart", "runs"}
 """The decorators that fill the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/registry.py``."""
 FILES = [file for file in python_files("parc", *LAYERS) if "compiler/ops/" not in shown(file)]
