@@ -308,8 +308,13 @@ def _placements(row: Row, shape: Shape, system: System) -> Iterator[str]:
     elif row["recompute"].startswith("selective") or row["recompute"] == "core_attn":
         yield f"recompute blocks.* {system.selective}"
     for name in re.split(r"[+,]", row["recompute"]):
-        if name in RECOMPUTED:
+        if name in RECOMPUTED and (name != "mlp" or _has_dense(shape)):
             yield f"recompute {RECOMPUTED[name].format(dense=_dense(shape))}"
+
+
+def _has_dense(shape: Shape) -> bool:
+    """Return whether some blocks have no experts."""
+    return not shape.ep or shape.published.dense > 0
 
 
 def _dense(shape: Shape) -> str:
@@ -319,7 +324,7 @@ def _dense(shape: Shape) -> str:
 
 def _tensor_parallel(row: Row, shape: Shape) -> Iterator[str]:
     """Yield the lines that split products over ``tp``; experts are not split."""
-    mlps = [f"blocks.{_dense(shape)}.mlp"] if not shape.ep or shape.published.dense else []
+    mlps = [f"blocks.{_dense(shape)}.mlp"] if _has_dense(shape) else []
     mlps += ["blocks.*.mlp.shared"] if shape.published.shared else []
     products = "{q,kv}" if row["kv_heads"] == "MLA" else "{q,k,v}"
     yield f"column {', '.join([f'blocks.*.attn.{products}', *(f'{mlp}.up' for mlp in mlps)])} over tp"

@@ -301,9 +301,8 @@ def _count_graph(*values: Any) -> fx.Graph | None:
     claims = tuple(
         Claim(binding, axis, splits.get(axis), 0) for binding, splits in inputs.items() for axis in known["mesh"].names
     )
-    typed: fx.Graph = run_passes(PLACING_PASSES, {**known, "graph": known["count"], "claims": claims, "like": None})[
-        "typed"
-    ]
+    asked = {**known, "graph": known["count"], "claims": claims, "like": None}
+    typed: fx.Graph = run_passes(PLACING_PASSES, asked)["typed"]
     return typed
 
 

@@ -75,8 +75,8 @@ class Captured:
     asked: Mapping[str, str] = field(default_factory=dict)
     """The buffers by whose initial values the model's code decided, with hashes of these."""
     limits: Mapping[str, WeightLimits] = field(default_factory=dict)
-    """The least and the largest number of the parameters that the forward clamps in place. The graph has them clamped:
-    a run clamps them before each step."""
+    """The least and the largest number of the parameters that the forward clamps in place. The graph reads them as they
+    are, without a clamp: a run clamps what it stores before each step."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""

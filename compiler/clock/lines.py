@@ -146,7 +146,7 @@ class LineTimes:
     def _rows_of_expert(self, line: Line, function: Function) -> Amount:
         """Return the rows of each expert in a grouped product, if all are chosen equally often."""
         types = [function.values()[name].type for name in line.uses]
-        chosen = next(type_ for type_ in types if type_.dtype.is_floating_point is False)
+        chosen = next(type_ for type_ in types if not type_.dtype.is_floating_point)
         present, rows = types[0].packed or (1, 1)
         return chosen.local(self.program.mesh)[1] * present / rows
 

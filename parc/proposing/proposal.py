@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from parc.compiling.compiled import Compiled
 from parc.compiling.driver import REFUSALS, Progress, compile_captured, compile_plan, task_lines, uncollected
 from parc.compiling.plan_capture import capture_diagnostic, capture_plan, make_model
 from parc.compiling.request import ask
-from parc.grammar.codes import CONTROL_FLOW, LOSS_NOT_NUMBER, NO_INPUTS
+from parc.grammar.codes import LOSS_NOT_NUMBER, NO_INPUTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
@@ -140,14 +141,11 @@ def _captured(wish: Wish, tasks: Sequence[Task], folder: Path, name: str) -> tup
         PlanError: that of the first task, if none can.
     """
     errors: list[PlanError] = []
-    for task in tasks:
-        for shorter in _lengths(task, wish):
-            try:
-                return _fitted(wish, shorter, folder, name)
-            except PlanError as error:
-                errors.append(error)
-                if error.diagnostics[0].code is CONTROL_FLOW:  # whatever the lengths
-                    break
+    for task in chain.from_iterable(_lengths(task, wish) for task in tasks):
+        try:
+            return _fitted(wish, task, folder, name)
+        except PlanError as error:
+            errors.append(error)
     raise errors[0]
 
 

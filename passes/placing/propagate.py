@@ -47,6 +47,7 @@ class Placed:
     claims: Sequence[Claim[ValueKey]] = ()
     """The claims from which all follows."""
     terms: Terms | None = None
+    """The operators of the graph, which placements of other claims share."""
 
     def begins(self, claims: Sequence[Claim[ValueKey]], gathered: frozenset[tuple[ValueKey, str]]) -> bool:
         """Return whether propagation of claims comes by these placements: its first claims are theirs, and the others

@@ -91,33 +91,6 @@ def test_what_a_stage_sends_is_a_value_of_the_model_or_refused_with_its_line(bui
         certify(folder)
 
 
-_PADDED = """
-model "./deep.py:Net"
-input input float32 [B, 8]
-input y float32 [B, 8]
-sizes B=8
-loss "./deep.py:squared"(output, y)
-optimizer sgd lr 0.1
-mesh pp=2, tp=2
-stage before 2 over pp
-schedule 1f1b microbatches 2
-column 0 over tp pad
-row 2 over tp pad
-"""
-
-
-def test_what_a_stage_sends_with_padding_is_proved(tmp_path: Path) -> None:
-    """The model has no such value: its own is shorter."""
-    model = (
-        "from torch import nn\n\n\ndef Net():\n    return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8))\n"
-    )
-    model += "\n\ndef squared(o, y):\n    return (o - y).square().mean()\n"
-    (tmp_path / "deep.py").write_text(model, encoding="utf-8")
-    compiled = compile_plan(read_plan(Source("deep.parc", _PADDED)), tmp_path)
-    lines = certify_texts(files_of(compiled), manifest_of(compiled)).lines
-    assert lines == ["pp0 and pp1: the loss, 2 gradients, the norm"]
-
-
 _STAGES = """
 model "./deep.py:Net"
 input input float32 [B, 8]
@@ -125,20 +98,30 @@ input y float32 [B, 8]
 sizes B=10
 loss "./deep.py:squared"(output, y)
 optimizer sgd lr 0.1
-mesh pp=5
-stage balanced over pp
-schedule 1f1b microbatches 5
 """
+
+
+def proved_of_layers(folder: Path, layers: str, lines: str) -> list[str]:
+    """Return what is proved of layers in a row, under the lines of a plan that place them."""
+    model = f"from torch import nn\n\n\ndef Net():\n    return nn.Sequential({layers})\n"
+    model += "\n\ndef squared(o, y):\n    return (o - y).square().mean()\n"
+    (folder / "deep.py").write_text(model, encoding="utf-8")
+    compiled = compile_plan(read_plan(Source("deep.parc", _STAGES + lines)), folder)
+    return certify_texts(files_of(compiled), manifest_of(compiled)).lines
+
+
+def test_what_a_stage_sends_with_padding_is_proved(tmp_path: Path) -> None:
+    """The model has no such value: its own is shorter."""
+    lines = "mesh pp=2, tp=2\nstage before 2 over pp\nschedule 1f1b microbatches 2\n"
+    lines += "column 0 over tp pad\nrow 2 over tp pad\n"
+    proved = proved_of_layers(tmp_path, "nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8)", lines)
+    assert proved == ["pp0 and pp1: the loss, 2 gradients, the norm"]
 
 
 def test_roles_of_which_the_same_is_proved_are_told_once(tmp_path: Path) -> None:
     layers = ", ".join(["nn.Linear(8, 8, False)"] * 4)
-    model = f"from torch import nn\n\n\ndef Net():\n    return nn.Sequential({layers}, nn.Linear(8, 8))\n"
-    model += "\n\ndef squared(o, y):\n    return (o - y).square().mean()\n"
-    (tmp_path / "deep.py").write_text(model, encoding="utf-8")
-    compiled = compile_plan(read_plan(Source("deep.parc", _STAGES)), tmp_path)
-    lines = certify_texts(files_of(compiled), manifest_of(compiled)).lines
-    assert lines == [
+    lines = "mesh pp=5\nstage balanced over pp\nschedule 1f1b microbatches 5\n"
+    assert proved_of_layers(tmp_path, f"{layers}, nn.Linear(8, 8)", lines) == [
         "pp0 to pp2: the loss, 1 gradient, the norm",
         "pp3: the loss, 3 gradients, the norm",
         "pp4: the loss, 0 gradients, the norm",
