@@ -55,6 +55,10 @@ _EXPERTS = 8
 """The experts of the grouped product that is measured."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
 """The entries of collectives: latency, and two sizes for the bandwidth."""
+_MESSAGE_BUDGET_S = 0.3
+"""The budget of a message's runs, of which few fit in that of a line."""
+_KEYS = (64, 256)
+"""The keys of the attentions that are measured, of equally many tokens."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def sum_probe(entries: int) -> TimedLine:
 
 
 def attention_probes(batch: int, heads: int, length: int, size: int) -> tuple[TimedLine, TimedLine]:
-    """Return the probes of attention, and of its backward."""
+    """Return the probes of causal attention, and of its backward."""
     full, sums = f"f32[{batch}, {heads}, {length}, {size}]", f"f32[{batch}, {heads}, {length}]"
     operands, scale = {"q": full, "k": full, "v": full}, 1 / math.sqrt(size)
     forward = TimedLine("attention", operands, f"parc.attention.default(q, k, v, None, None, True, {scale}, 0.0)",
@@ -147,7 +151,21 @@ def operator_probes(entries: int) -> Iterator[TimedLine]:
                 "parc.lookup_backward.default(g, i, 512, -1)", "f32[512, 64]")  # fmt: skip
     yield TimedLine("embedding_dense_backward", {"g": f"f32[{rows}, 64]", "i": f"i64[{rows}]"},
                 "aten.embedding_dense_backward.default(g, i, 512, -1, False)", "f32[512, 64]")  # fmt: skip
+    yield TimedLine("embedding", {"t": "f32[512, 64]", "i": f"i64[{rows}]"}, "aten.embedding.default(t, i)",
+                f"f32[{rows}, 64]")  # fmt: skip
     yield from norm_probes(rows)
+    yield from loss_probes(entries // 1024)
+
+
+def loss_probes(rows: int) -> Iterator[TimedLine]:
+    """Yield the probes of the parts of a cross-entropy of 1,024 logits a row."""
+    logits = {"x": f"f32[{rows}, 1024]", "m": f"f32[{rows}, 1]", "i": f"i64[{rows}]"}
+    yield TimedLine("row_max", {"x": logits["x"]}, "parc.row_max(x, '')", logits["m"])
+    yield TimedLine("loss_parts", logits, "parc.loss_parts.default(x, m, i)", f"f32[2, {rows}]")
+    yield TimedLine(
+        "loss_parts_backward", {"g": f"f32[2, {rows}]", **logits}, "parc.loss_parts_backward.default(g, x, m, i)",
+        logits["x"],
+    )  # fmt: skip
 
 
 def norm_probes(rows: int) -> Iterator[TimedLine]:
@@ -198,15 +216,15 @@ class Bench:
         self.rank, self.world, self.device = rank, world, device
         self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
 
-    def seconds(self, *lines: TimedLine) -> float:
+    def seconds(self, *lines: TimedLine, budget: float = _BUDGET_S) -> float:
         """Return the least time of lines, each with other operands whenever it runs. Lines that are slow beside their
         bytes, as bfloat16 products of a processor without them, get no more copies than they run in the budget."""
         count = min(_MOST_COPIES, math.ceil(_COLD / sum(line.local_bytes(self.mesh) for line in lines)))
         alone = self.fastest(self._run_of(lines), 2)
-        if alone > _BUDGET_S:
+        if alone > budget:
             return alone
         count = max(1, min(count, int(_BUDGET_S / alone)))
-        return self.fastest(self._run_of(lines * count)) / count
+        return self.fastest(self._run_of(lines * count), budget=budget) / count
 
     def _run_of(self, lines: tuple[TimedLine, ...]) -> Callable[[], float]:
         """Return a function that runs a program of these lines, and returns the seconds that it took."""
@@ -218,10 +236,10 @@ class Bench:
         values = {value.name: self._tensor(value) for value in program.main.parameters}
         return lambda: self._once(machine, values)
 
-    def fastest(self, once: Callable[[], float], most: int = _MOST_REPEATS) -> float:
+    def fastest(self, once: Callable[[], float], most: int = _MOST_REPEATS, budget: float = _BUDGET_S) -> float:
         """Return the least time of several runs, of the slower rank: all ranks make equally many."""
         best, spent, count = math.inf, 0.0, 0
-        while count < most and (spent < _BUDGET_S or (count < _REPEATS and spent < 2 * _BUDGET_S)):
+        while count < most and (spent < budget or (count < _REPEATS and spent < 2 * budget)):
             seconds = torch.tensor([once()], dtype=torch.float64, device=self.device)
             if self.world > 1:
                 torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
@@ -255,28 +273,32 @@ def figures(bench: Bench) -> dict[str, Any]:
     # a GPU's process runs ahead of it, so that only the launch of its kernels counts
     few = tuple(mixed_probes()) if bench.device.type == "cpu" else (sum_probe(64),)
     call = bench.seconds(*few) / len(few)
-    batch, heads, length, size = 4 * more, 8, 256, 64
-    attention = [(probe.local_bytes(bench.mesh), bench.seconds(probe))
-                 for probe in attention_probes(batch, heads, length, size)]  # fmt: skip
-    work = 2 * batch * heads * length * length * size  # multiply-adds of the scores and of the weighted sum
     result: dict[str, Any] = {
         "call": call,
         "products": {kind: [(*shape, bench.seconds(product_probe(shape, kind)))
                             for shape in ([s * math.isqrt(more) for s in shape] for shape in _SHAPES)]
                      for kind in kinds},
         "sums": [(12 * size_, bench.seconds(sum_probe(size_))) for size_ in (s * more for s in _SIZES)],
-        "attention": [work, *attention],
+        "attention": [(keys, *_attention(bench, 1024 * more // keys, keys)) for keys in _KEYS],
         "operators": {probe.name: (probe.local_bytes(bench.mesh), bench.seconds(probe))
                       for probe in operator_probes(_ENTRIES * more)},
         "entries": _ENTRIES * more, "update": _update(bench, more), "grouped": _grouped(bench, more),
     }  # fmt: skip
     if bench.world > 1:
         result["messages"] = {
-            entries: {probe.name: bench.seconds(probe) for probe in message_probes(entries)} for entries in _MESSAGES
+            entries: {probe.name: bench.seconds(probe, budget=_MESSAGE_BUDGET_S) for probe in message_probes(entries)}
+            for entries in _MESSAGES
         }
         result["sends"] = {entries: _send(bench, entries) for entries in _MESSAGES}
         result["taken"] = _taken(bench)
     return result
+
+
+def _attention(bench: Bench, batch: int, keys: int) -> tuple[int, list[tuple[int, float]]]:
+    """Return the multiply-adds of a causal attention with 8 heads of 64 entries, counted without the hidden half, and
+    the bytes and the least time of its forward and of its backward."""
+    probes = attention_probes(batch, 8, keys, 64)
+    return batch * 8 * keys * keys * 64, [(probe.local_bytes(bench.mesh), bench.seconds(probe)) for probe in probes]
 
 
 def _grouped(bench: Bench, more: int) -> tuple[int, int, float]:
@@ -334,7 +356,7 @@ def _send(bench: Bench, entries: int) -> float:
         bench._wait()
         return (time.perf_counter() - begin) / 2
 
-    return bench.fastest(once)
+    return bench.fastest(once, budget=_MESSAGE_BUDGET_S)
 
 
 def _taken(bench: Bench) -> float:
@@ -478,23 +500,23 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     }
     fit, peak = fits["f32"], fits["f32"].peak
 
-    def share(operations: float, moved: float, seconds: float) -> float:
-        """Return the share of the peak that is left beside what the clock adds for the call and the bytes."""
-        reading = fit.reading * moved / rate_of_size(table, moved)
-        return float(operations / max(seconds - call - reading, 1e-9) / peak)
+    def computing(moved: float, seconds: float) -> float:
+        """Return the seconds that are left beside what the clock adds for the call and the bytes."""
+        return max(seconds - call - fit.reading * moved / rate_of_size(table, moved), 1e-9)
 
-    work, forward, backward = found["attention"]
     packed, packed_bytes, grouped = found["grouped"]
+    attention = fitted_attention(
+        [(keys, 2 * work / peak, *(computing(*each) for each in both)) for keys, work, both in found["attention"]]
+    )
     slow = {}
     for name, (size, seconds) in found["operators"].items():
         extra = (seconds - call) / found["entries"]
         if extra > 1.3 * size / rate / found["entries"]:
             slow[name] = extra
     moved, seconds = found["update"]
-    flops = 2 * work / 2  # half of the scores is hidden
     shares = {
-        "attention": share(flops, *forward), "attention_backward": share(2.5 * flops, *backward),
-        "grouped": share(2 * packed, packed_bytes, grouped),
+        "attention": attention.forward, "attention_backward": attention.backward,
+        "grouped": 2 * packed / peak / computing(packed_bytes, grouped),
     }  # fmt: skip
     rows = ["", f"[{prefix}peak] # as fitted on {len(_SHAPES)} products"]
     rows += [f"{words[kind]} = {one.peak:.4g}" for kind, one in fits.items()]
@@ -515,6 +537,7 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {fit.error:.0%}"]
     rows += ["top = 1.0", f"ramp = {fit.ramp:.4g}", f"reading = {fit.reading:.4g}"]
     rows += [f"{name} = {min(1.0, value):.3g}" for name, value in shares.items()]
+    rows += [f"attention_ramp = {attention.ramp} # as fitted on {', '.join(map(str, _KEYS))} keys"]
     rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
     rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
     pairs = ", ".join(f"[{size}, {rate_:.3g}]" for size, rate_ in table)
@@ -551,6 +574,33 @@ def fitted_products(
         return FittedProducts(sum(abs(one / peak - 1) for one in rates) / len(rates), ramp, reading, peak)
 
     return min(fit(ramp, part / 4) for ramp in range(0, 400, 4) for part in range(13 if reads_first else 1))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FittedAttention:
+    """The shares of the peak and the ramp of `operations * (1 + ramp / keys) / share` that fit attention best, and the
+    mean error."""
+
+    error: float
+    ramp: int
+    forward: float
+    backward: float
+
+
+def fitted_attention(measured: Sequence[Sequence[float]]) -> FittedAttention:
+    """Return the constants that fit attentions of several lengths: of each its keys, the seconds of its forward's
+    operations at the peak, and those that the forward and the backward took. A backward has 2.5 times as many
+    operations."""
+
+    def fit(ramp: int) -> FittedAttention:
+        shares, errors = [], list[float]()
+        for at, more in ((2, 1.0), (3, 2.5)):
+            each = [more * row[1] * (1 + ramp / row[0]) / row[at] for row in measured]
+            shares.append(statistics.median(each))
+            errors += [abs(one / shares[-1] - 1) for one in each]
+        return FittedAttention(sum(errors) / len(errors), ramp, *shares)
+
+    return min(map(fit, range(0, 1024, 8)))
 
 
 def _rate(found: Mapping[str, Any]) -> float:

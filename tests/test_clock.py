@@ -39,6 +39,7 @@ from parc.measuring import (
     Bench,
     TimedLine,
     attention_probes,
+    fitted_attention,
     fitted_products,
     mixed_probes,
     operator_probes,
@@ -132,6 +133,31 @@ def test_products_are_fitted_by_the_constants_that_they_were_made_of() -> None:
     fit = fitted_products([(*shape, seconds(*shape)) for shape in shapes], 4, 1e-5, table, True)
     assert (fit.ramp, fit.reading) == (24, 1.5)
     assert fit.peak == pytest.approx(3e11) and fit.error < 1e-6
+
+
+def test_attention_is_fitted_by_the_constants_that_it_was_made_of() -> None:
+    each = [(keys, work, work * (1 + 80 / keys) / 0.5, 2.5 * work * (1 + 80 / keys) / 0.4)
+            for keys, work in ((64, 1e-4), (256, 4e-4))]  # fmt: skip
+    fit = fitted_attention(each)
+    assert (fit.ramp, fit.forward, fit.backward) == (80, pytest.approx(0.5), pytest.approx(0.4)) and fit.error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("line", "type_", "entries"),
+    [
+        ("aten.embedding.default(t, i)", "f32[16, 64]", 16 * 64),
+        ("aten.embedding_dense_backward.default(y, i, 512, -1, False)", "f32[512, 64]", 16 * 64),
+        ("parc.row_max(t, '')", "f32[512, 1]", 512 * 64),
+    ],
+)
+def test_a_slow_operator_takes_its_time_for_the_entries_that_it_reads(line: str, type_: str, entries: int) -> None:
+    """Not for those of a table, of which it looks up or adds to few rows."""
+    cluster = bare(operators={line.split(".")[1].partition("(")[0]: 1e-6})
+    operands = {"t": "f32[512, 64]", "i": "i64[16]", "y": "f32[16, 64]"}
+    operands = {name: text for name, text in operands.items() if re.search(rf"\b{name}[,)]", line)}
+    program = parse_program(program_text("dp=1", [TimedLine("line", operands, line, type_)]))
+    seconds = LineTimes(program, cluster, Habits(), aliases(program)).of(program.main)[0].seconds
+    assert seconds == pytest.approx(entries * 1e-6)
 
 
 @pytest.mark.parametrize("lines", [mixed_probes(), operator_probes(1 << 12), attention_probes(1, 2, 8, 4)])

@@ -98,8 +98,12 @@ class ProductShares:
     reads while it computes, and takes the longer of the two."""
     units: float = _number(_RANKS, 1.0)
     attention: float = _number(_SHARE)
-    """The share of the peak of attention's forward, counted without the hidden half of a causal mask."""
+    """The share of the peak that attention's forward reaches with many keys, counted without the hidden half of a
+    causal mask."""
     attention_backward: float = _number(_SHARE)
+    attention_ramp: float = _number(NumberBound(0, 1e5, "a number of keys, as 200"), 0.0)
+    """The keys with which attention reaches half of these shares: blocks on the diagonal of a causal mask are computed
+    whole."""
     grouped: float = _number(_SHARE)
     """The share of the peak that products over the experts' packed rows reach with many rows for each expert."""
     grouped_ramp: float = _number(NumberBound(0, 1e5, "a number of rows of an expert, as 200"), 0.0)

@@ -98,7 +98,8 @@ class LineTimes:
         if line.calls_function or line.op == WAIT:
             return NOTHING
         if line.op in COLLECTIVES and line.op not in RINGS and COLLECTIVES[line.op].communicates:
-            return LineTime(call, "other")
+            local = self._streamed(line, function) if facts(line.op).reduces else 0.0
+            return LineTime(call + local, "other")
         work = self._multiply_adds(line, function)
         if work is not None:
             return LineTime(call + self._product(line, function, work), "products")
@@ -154,10 +155,11 @@ class LineTimes:
         cluster, backward = self.cluster, facts(call.op).backward
         causal = bool(call.args[_CAUSAL_AT[backward]])
         products = cluster.products
+        queries, keys = call.operands[int(backward)], call.operands[1 + int(backward)]
         if self.habits.fused_attention:
             share = products.attention_backward if backward else products.attention
-            return 2 * work * (0.5 if causal else 1) / (cluster.peak_of(dtype) * share)
-        queries, keys = call.operands[int(backward)], call.operands[1 + int(backward)]
+            ramp = products.attention_ramp / greatest(1.0, keys[2])
+            return 2 * work * (0.5 if causal else 1) * (1 + ramp) / (cluster.peak_of(dtype) * share)
         batch = queries[0] * queries[1]
         several = 5 if backward else 2  # products, of which backward need not make the scores again
         each = work // several
@@ -178,8 +180,11 @@ class LineTimes:
         return greatest(size / self.cluster.bandwidth(size), entries * slow, self.cluster.device.launch)
 
     def _entries(self, line: Line, function: Function) -> Iterator[Amount]:
-        values = function.values()
-        for type_ in (*(values[name].type for name in line.uses), *(value.type for value in line.made)):
+        """Yield the entries of each operand and result of a line, but for the table that rows are looked up in or added
+        to."""
+        values, row = function.values(), facts(line.op)
+        operands = [values[name].type for name in line.uses[int(row.looks_up) :]]
+        for type_ in (*operands, *(value.type for value in line.made if not row.unread_rows)):
             yield local_bytes(type_, self.program) / type_.dtype.itemsize
 
     def _bytes(self, line: Line, function: Function) -> int:
