@@ -1,8 +1,9 @@
 """``make outside-init``: `parc init` over the models of ``make outside``: what it proposes builds, and what it gathers.
 
 Of each model it is told what makes it, and nothing of inputs, loss or placements. A proposal is built with every check.
-Gathers are those that no line asks for; beside them are those of the hand-written plan, where there is one for tp.
-Words that are given choose the models whose names hold one of them.
+Gathers are those that no line asks for; beside them are those of the hand-written plan, where there is one for tp. The
+seconds are those of a processor that the proposal took, without imports. Words that are given choose the models whose
+names hold one of them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ from parc.proposing.proposal import Wish, propose
 
 OUT = Path(__file__).with_suffix(".md")
 LEAST = 0.9
+MOST_SECONDS = 20
+"""The seconds of a processor that a proposal should take at most; processes beside it make them more."""
 ABOUT = """# Plans that `parc init` proposes
 
 Written by `make outside-init`: for every model of `make outside`, from what makes it alone, over dp=2 and tp=2.
-*Verified* is every check of a build. `tp` and `dp` are the gathers and exchanges in one forward over each axis that no
-line asks for; `by-hand` are those over tp of the plan that was written by hand, where there is one.
+*Verified* is every check of a build. The seconds are those of a processor that the proposal took, on two cores that
+ran two at once. `tp` and `dp` are the gathers and exchanges in one forward over each axis that no line asks for;
+`by-hand` are those over tp of the plan that was written by hand, where there is one.
 
 """
 
 
 def build(name: str) -> tuple[Compiled, str]:
     """Compile the plan that is proposed for a model, and tell what it gathers and which lines it has."""
+    begin = time.process_time()
     proposal = propose(Wish(model_of(cases()[name]), {"dp": 2, "tp": 2}), ROOT, "outside.parc")
+    seconds = time.process_time() - begin
     gathers = [f"{axis}={count}" for axis, count in gathers_of(proposal.compiled).items()]
-    return proposal.compiled, " ".join([*gathers, *gathers_by_hand(name), *kinds_of(proposal.text)])
+    return proposal.compiled, " ".join([f"{seconds:.0f} s", *gathers, *gathers_by_hand(name), *kinds_of(proposal.text)])
 
 
 def model_of(case: Case) -> ModelLine:
@@ -84,7 +90,9 @@ def main(*wanted: str) -> int:
     outcomes = outside.outcomes_of(names, "benchmarks.outside_init")
     good = [why for outcome, why in outcomes.values() if outcome == "verified"]
     without = sum("tp=0" in why.split() for why in good)
+    slow = sum(float(why.split()[0]) > MOST_SECONDS for why in good)
     total = f"{outside.summary(outcomes)}; {without} of {len(good)} gather nothing over tp"
+    total += f"; {slow} took more than {MOST_SECONDS} s"
     print(f"{total}; {time.perf_counter() - start:.0f} s")
     if not wanted:
         OUT.write_text(ABOUT + "\n".join(table(outcomes, total)) + "\n")

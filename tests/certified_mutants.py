@@ -3,8 +3,8 @@
 ``python -m tests.certified_mutants [BUILD ...]`` changes texts of small builds as a faulty pass would, and faults alike
 in all programs; ``model.py`` stays, as it says what is meant. A mutant that is accepted runs beside the reference, all
 ranks in one process in float64: if any number differs, the checker has a hole. What neither refuses in words nor
-accepts is a fault too. The folder of a large build may be named too: its accepted mutants are told. A long run goes on
-where it ended: ``--from 6600`` passes over as many mutants, which are drawn alike in every run.
+accepts is a fault too. The folder of a large build may be named too: each of its mutants is told as it is judged. A
+long run goes on where it ended: ``--from 6600`` passes over as many mutants, which are drawn alike in every run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 import signal
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -223,7 +224,7 @@ def judge(
         count.mutants += 1
         if number % 100 == 0:
             print(f"{name}: mutant {number}", flush=True)
-        what = f"{name}: {mutant.what}"
+        what, begin = f"{name}: {mutant.what}", time.process_time()
         try:
             reason = build.verdict(edits)
             if reason and "type" not in mutant.kind and any(word in reason for word in ("differs along", "partial")):
@@ -233,7 +234,11 @@ def judge(
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             count.crashes.append(f"{what}: {type(error).__name__} {error} at {Path(last.filename).name}:{last.lineno}")
+            print(f"crash: {mutant.kind}: {count.crashes[-1]}", flush=True)
             continue
+        if compiled is None:
+            spent = f"{time.process_time() - begin:.1f} s"
+            print(f"{number}: {mutant.kind}: {spent}: {mutant.what}: {reason[:120] or 'accepted'}", flush=True)
         if reason:
             continue
         if reason := again(texts, edits):

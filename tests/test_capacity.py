@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import parc
 from parc.checking.checks import Checked, check_numbers
 from parc.checking.reports import report_of
+from parc.compiler.analysis.flops import step_flops
 from parc.compiler.build.directory import write_build
 from parc.grammar.diagnostics import PlanError, render
 from parc.runtime.machine.kernels import KERNELS
@@ -100,6 +101,14 @@ def test_the_same_tokens_are_left_out_on_any_number_of_ranks(tmp_path: Path) -> 
     for steps in found.values():
         assert [loss for loss, _, _ in steps] == pytest.approx(expected, rel=1e-5)
         assert [row[1:] for row in steps] == [row[1:] for row in found[1]] and 0.05 < steps[0][1] < 0.6
+
+
+def test_slots_that_no_token_takes_are_no_model_flops() -> None:
+    def flops(text: str) -> int:
+        return step_flops(compiled(text, ROOT / "tests").build.reference, 1)
+
+    all_tokens, half = flops(plan("Mixtral", "dp=1, ep=1").replace("S=4", "S=8")), flops(limited(factor="0.5"))
+    assert flops(limited(factor="1")) == flops(limited(factor="2")) == all_tokens > half > all_tokens / 2
 
 
 def test_a_capacity_of_less_than_a_token_is_refused_at_its_line() -> None:

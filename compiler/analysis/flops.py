@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
@@ -89,17 +90,32 @@ def step_timeline(roles: Mapping[str, Role], costs: Mapping[str, float] | None =
 
 def step_flops(reference: Program, microbatches: int) -> int:
     """Count the model FLOPs of a step on its whole batch, two for each multiply-add: those of the forward, and of a
-    backward that makes the gradients of what is trained. What ranks repeat, or recompute in backward, counts once."""
+    backward that makes the gradients of what is trained. What ranks repeat, or recompute in backward, counts once, and
+    of experts with a capacity no more slots than tokens choose them."""
     total = 0
     for function in reference.functions:
-        values = function.values()
+        values, taken = function.values(), dict[str, Fraction]()
         trained = {value.name for value in function.parameters if _is_trained(value)}
         for line in function.lines:
             with_gradient = [name for name in line.uses if name in trained]
             if with_gradient and not facts(line.op).stops_gradient:
                 trained.update(value.name for value in line.made if value.type.dtype.is_floating_point)
-            total += multiply_adds(line, values, reference.mesh) * (1 + min(_MOST_GRADIENTS, len(with_gradient)))
+            _follow_slots(line, values, taken)
+            share = next((taken[value.name] for value in line.made if value.name in taken), Fraction(1))
+            work = int(share * multiply_adds(line, values, reference.mesh))
+            total += work * (1 + min(_MOST_GRADIENTS, len(with_gradient)))
     return 2 * total * microbatches
+
+
+def _follow_slots(line: Line, values: Mapping[str, Value], taken: dict[str, Fraction]) -> None:
+    """Add to ``taken`` what a line makes of slots: the share of them that tokens take if all experts are chosen equally
+    often."""
+    effect = "" if line.calls_function else facts(line.op).of_slots
+    if effect == "assigns":
+        (experts, _, tokens), (_, _, capacity) = values[line.uses[0]].type.shape, line.made[0].type.shape
+        taken[line.made[0].name] = min(Fraction(1), Fraction(int(line.args[2]) * tokens, experts * capacity))
+    elif not effect and (shares := [taken[name] for name in line.uses if name in taken]):
+        taken.update((value.name, shares[0]) for value in line.made)
 
 
 def _is_trained(value: Value) -> bool:

@@ -41,6 +41,9 @@ Carries = Literal["", "away", "back"]
 Packs = Literal["", "rows", "sums"]
 """The effect of an operator on packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
 that are whole. See compiler/ops/own_ops.py."""
+OfSlots = Literal["", "assigns", "leaves"]
+"""The effect of an operator on the slots of experts with a capacity: it *assigns* tokens to them, or *leaves* them: its
+results are of tokens again."""
 TILE = 1 << 18
 """The entries of temporaries that kernels make at once on a CPU, so that several passes over them stay in its cache."""
 DRAW_BLOCK = 1 << 15
@@ -122,6 +125,7 @@ class OpFacts:
     are few or not known."""
     packs: Packs = ""
     """The effect of the operator on packed rows of tokens; "" computes each row by itself, or takes none."""
+    of_slots: OfSlots = ""
     reroutes: bool = False
     """True where packed rows may change from a split over experts to one over tokens, or back."""
     carries: Carries = ""

@@ -56,9 +56,9 @@ EXPERTS_RULES: dict[str, OpRow] = {
     "parc.expert_outer.default": _packed_row(
         _EXPERT_OUTER, precision="product", packs="sums", flops=_chosen_flops(_EXPERT_OUTER)
     ),
-    "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh"),
+    "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh", of_slots="assigns"),
     "parc.dispatch.default": OpRow(rule("b s! h, e b c -> e b c h", linear="0"), storage="fresh"),
-    "parc.combine.default": OpRow(rule("e b c h, e b c -> b s! h", linear="0"), storage="fresh"),
+    "parc.combine.default": OpRow(rule("e b c h, e b c -> b s! h", linear="0"), storage="fresh", of_slots="leaves"),
     "parc.pick_slots.default": OpRow(rule("e b s!, e b c -> e b c", linear="0"), storage="fresh"),
-    "parc.unpick_slots.default": OpRow(rule("e b c, e b c -> e b s!", linear="0"), storage="fresh"),
+    "parc.unpick_slots.default": OpRow(rule("e b c, e b c -> e b s!", linear="0"), storage="fresh", of_slots="leaves"),
 }
