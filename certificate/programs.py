@@ -12,7 +12,7 @@ from .meaning import Table, Value
 from .own import OwnRow
 from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
 from .tensors import Tensors
-from .text import NO_TYPE, Function, Line, Local, Mesh, Name, Program, Refused, Type, Word
+from .text import NO_TYPE, Function, Line, Local, Malformed, Mesh, Name, Program, Refused, Type, Word
 
 Values = dict[str, Value]
 MESSAGES = (
@@ -49,14 +49,14 @@ class Messages:
         """Take the next line.
 
         Raises:
-            Refused: it reads what is on its way, awaits what is not, or begins a message out of turn.
+            Malformed: it reads what is on its way, awaits what is not, or begins a message out of turn.
         """
         wait = line.op == "parc.wait"
         for name in names_in([*line.args, *line.kwargs.values()]):
             if wait and name not in self.coming:
-                raise Refused(f"`{name}` is awaited, and is not on its way")
+                raise Malformed(f"`{name}` is awaited, and is not on its way")
             if not wait and name in self.coming:
-                raise Refused(f"`{name}` is read while it is on its way")
+                raise Malformed(f"`{name}` is read while it is on its way")
             self.awaited.update([name] if wait else [])
         number = line.kwargs.get("message")
         if number is None:
@@ -64,9 +64,9 @@ class Messages:
             return
         same = line.op, line.args[1:2], line.types[0].dtype
         if line.op not in MESSAGES or number not in (self._last[0], self._last[0] + 1):
-            raise Refused(f"is in message {number} behind message {self._last[0]}")
+            raise Malformed(f"is in message {number} behind message {self._last[0]}")
         if number == self._last[0] and self._last[1] != same:
-            raise Refused(f"does not travel like the rest of message {number}")
+            raise Malformed(f"does not travel like the rest of message {number}")
         self._last = number, same
         self.coming.update(line.results)
         self._begun.update(line.results)
@@ -80,7 +80,7 @@ class Messages:
         yield from (key for key, name in returns if name in self.coming)
         returned = {name for _, name in returns}
         if lost := sorted(self._begun - self.awaited - returned):
-            raise Refused(f"`{lost[0]}` is never awaited")
+            raise Malformed(f"`{lost[0]}` is never awaited")
 
 
 # ---- kinds of numbers: truth values, whole numbers and others. Rows read them in types, so no type may lie about them.
@@ -109,7 +109,7 @@ def _demand_kinds(line: Line, types: Mapping[str, Type]) -> None:
     """Refuse results of another kind than an operator makes of its operands.
 
     Raises:
-        Refused: a type lies.
+        Malformed: a type lies.
     """
     reads = line.args
     if ".where." in line.op:
@@ -134,7 +134,7 @@ def _demand_kinds(line: Line, types: Mapping[str, Type]) -> None:
         else:
             fits = kind >= most
         if not fits:
-            raise Refused(f"{line.op} makes no {type_.dtype} of its operands")
+            raise Malformed(f"{line.op} makes no {type_.dtype} of its operands")
 
 
 class Reader:
@@ -163,7 +163,7 @@ class Reader:
         def resolved(item: Any) -> Any:
             if type(item) is Name:
                 if (value := values.get(item.name)) is None:
-                    raise Refused(f"`{item.name}` is read before it is made")
+                    raise Malformed(f"`{item.name}` is read before it is made")
                 return value
             if type(item) is Local:
                 size = item.size
@@ -243,7 +243,7 @@ class Reader:
         """Run a function, which stops at sums among roles: what it yields there is to be answered by the sum.
         ``settle`` may put another value in the place of one that it has checked."""
         if len(operands) != len(function.parameters):
-            raise Refused(f"{program.file}:{function.row}: `{function.name}` takes {len(function.parameters)} values")
+            raise Malformed(f"{program.file}:{function.row}: `{function.name}` takes {len(function.parameters)} values")
         values: Values = {}
         types: dict[str, Type] = {}
         messages = Messages(parameter.name for parameter in function.parameters if parameter.binding in coming)
@@ -265,11 +265,11 @@ class Reader:
                     _demand_kinds(line, types)
                     _, results = self.line(line, values, types)
             except Refused as error:
-                raise error if ".py:" in str(error) else Refused(f"{where}: {error} ({line.origin})") from None
+                raise error if ".py:" in str(error) else type(error)(f"{where}: {error} ({line.origin})") from None
             except UNREADABLE as error:
                 raise Refused(f"{where}: `{line.op}` is not called so ({type(error).__name__}: {error})") from None
             if len(results) != len(line.results):
-                raise Refused(f"{where}: `{line.op}` makes {len(results)} values, not {len(line.results)}")
+                raise Malformed(f"{where}: `{line.op}` makes {len(results)} values, not {len(line.results)}")
             for name, type_, value in zip(line.results, line.types, results, strict=True):
                 if name != "_":
                     self._check(type_, value, where, name)
@@ -281,7 +281,7 @@ class Reader:
             kinds = {key: kind_of(types[name]) for key, name in function.returns}
             return Returned(returned, frozenset(messages.left(function.returns)), kinds)
         except Refused as error:
-            raise Refused(f"{program.file}: {error}") from None
+            raise type(error)(f"{program.file}: {error}") from None
 
     def _called(self, program: Program, called: Function, line: Line, operands: tuple[Any, ...]) -> Sequence[Value]:
         """Return what a function that a line calls returns."""
@@ -289,10 +289,10 @@ class Reader:
         def compute() -> Sequence[Value]:
             back = self.run(program, called, operands)
             if back.coming:
-                raise Refused(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
+                raise Malformed(f"`{line.op}` returns `{min(back.coming)}` while it is on its way")
             kinds = zip(line.types, back.kinds.values(), strict=False)
             if any(type_ is not NO_TYPE and kind_of(type_) != kind for type_, kind in kinds):
-                raise Refused(f"`{line.op}` returns numbers of another kind")
+                raise Malformed(f"`{line.op}` returns numbers of another kind")
             return list(back.values.values())
 
         return self.alike.results((self._text(program, called), *map(id, line.types)), operands, compute)
@@ -320,7 +320,7 @@ class Reader:
         """Refuse operands of another kind than a function says that they are."""
         for parameter, item in zip(called.parameters, line.args, strict=False):
             if type(item) is Name and item.name in types and kind_of(types[item.name]) != kind_of(parameter.type):
-                raise Refused(f"`{line.op}` takes another kind of numbers as its `{parameter.name}`")
+                raise Malformed(f"`{line.op}` takes another kind of numbers as its `{parameter.name}`")
 
     def _tell(self, place: str, line: Line, values: Values) -> None:
         """Remember a line with a new meaning, if what it reads is known to the model."""
@@ -331,7 +331,9 @@ class Reader:
         if type_ is NO_TYPE:
             return
         if value.shape != type_.local:
-            raise Refused(f"{where}: `{name}` has the shape {list(value.shape)}, and its type says {list(type_.local)}")
+            raise Malformed(
+                f"{where}: `{name}` has the shape {list(value.shape)}, and its type says {list(type_.local)}"
+            )
         if not value.axes <= {*type_.axes, *(f"~{axis}" for axis in type_.axes), "#"}:
             other = sorted(value.axes - type_.axes - {"#"})
             raise Refused(f"{where}: `{name}` differs along `{other[0]}`, which its type does not say")

@@ -25,7 +25,7 @@ from .padding import padded_whole, real_whole
 from .programs import Reader, Returned, Settle, kind_of
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
 from .tensors import MICROBATCH
-from .text import Function, Parameter, Program, Refused, Type, read_type
+from .text import Function, Malformed, Parameter, Program, Refused, Type, read_type
 
 _STORED = ("parameter", "frozen", "buffer", "constant")
 """The kinds of the model's own tensors, which no program of a step makes."""
@@ -104,16 +104,14 @@ def _certify(build: Build) -> Proof:
         step = Step(build)
         step.table.form, step.table.most = form, most
         try:
-            return _certify_in_form(step)
+            step.read_model()
+            return step.run_to_end()
+        except Malformed:
+            raise
         except Refused as error:
             refused[form] = error
             done.update(() if step.table.spent else (form,))
     raise refused[FORMS[0]] from None
-
-
-def _certify_in_form(step: Step) -> Proof:
-    step.read_model()
-    return step.run_to_end()
 
 
 class Step:
@@ -254,7 +252,7 @@ class Step:
         returned = self.reader.run(program, main, self.arguments(program, main, known), coming)
         self.kinds |= {_place(program, key): kind for key, kind in returned.kinds.items()}
         if returned.coming and program.action != "UNSHARD" and not function:
-            raise Refused(f"{program.file}: returns `{min(returned.coming)}` while it is on its way")
+            raise Malformed(f"{program.file}: returns `{min(returned.coming)}` while it is on its way")
         return returned
 
     def arguments(self, program: Program, function: Function, known: Mapping[str, Value]) -> list[Value]:
@@ -263,23 +261,23 @@ class Step:
         self.read.add((program.role, program.action))
         sent, taken = (_bound("received", names) for names in (known, (p.binding for p in function.parameters)))
         if taken != sent:
-            raise Refused(f"{program.file}: receives {taken}, where {sent} is sent: messages have no names")
+            raise Malformed(f"{program.file}: receives {taken}, where {sent} is sent: messages have no names")
         for parameter in function.parameters:
             kind, _, name = parameter.binding.partition(" ")
             try:
                 if kind == "parameter" and self.stored.get(name) != parameter.type:
-                    raise Refused(f"`{name}` is not stored so")
+                    raise Malformed(f"`{name}` is not stored so")
                 outside = kind in (*_STORED, *_OF_BATCH)
                 if outside and self.types.setdefault(parameter.binding, parameter.type) != parameter.type:
-                    raise Refused(f"`{parameter.binding}` has another type in another program")
+                    raise Malformed(f"`{parameter.binding}` has another type in another program")
                 if kind not in (*_STORED, *_OF_BATCH, "state") and parameter.binding not in known:
-                    raise Refused(f"nothing makes `{parameter.binding}` before it")
+                    raise Malformed(f"nothing makes `{parameter.binding}` before it")
                 number = kind_of(parameter.type)
                 if self.kinds.get(_place(program, parameter.binding), number) != number:
-                    raise Refused(f"`{parameter.binding}` is of another kind of numbers")
+                    raise Malformed(f"`{parameter.binding}` is of another kind of numbers")
                 result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
             except Refused as error:
-                raise Refused(f"{program.file}:{parameter.row}: {error}") from None
+                raise type(error)(f"{program.file}:{parameter.row}: {error}") from None
         return result
 
     def _run_programs(self) -> Proof:
@@ -323,7 +321,7 @@ class Step:
             if (program.role, program.action) in self.read or program.action in _BEYOND:
                 continue
             if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
-                raise Refused(f"{program.file}: is no part of a step")
+                raise Malformed(f"{program.file}: is no part of a step")
             proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
         for row in self.reader.own.values():
             proof.lines.append(f"{row.op} is what its rule says, {row.text}, which is not proved")
@@ -334,7 +332,7 @@ class Step:
         """Return a rank's piece of the model's gradient of a parameter."""
         type_ = self.stored.get(name)
         if type_ is None:
-            raise Refused(f"the manifest stores no `{name}`")
+            raise Malformed(f"the manifest stores no `{name}`")
         return self.reader.alike.value(
             ("piece", id(type_)), [self.gradients[name]], lambda value: self.tensors.cut(value, type_)
         )
@@ -353,7 +351,7 @@ class Step:
                 number = self.tensors.times(value, results["unscale"]) if unscaled else value
                 if key != "unscale":
                     if key not in self.scales:
-                        raise Refused(f"{program.file}: returns `{key}`, which the model does not")
+                        raise Malformed(f"{program.file}: returns `{key}`, which the model does not")
                     self.same(program, key, number, self.scales[key])
         self.weights: dict[str, Returned] = {}
         for role in self.build.roles:
@@ -392,12 +390,12 @@ class Step:
                     else:
                         self.same(program, key, value, self.tensors.cut(expected, type_))
                 else:
-                    raise Refused(f"{program.file}: returns `{key}`, which the model does not")
+                    raise Malformed(f"{program.file}: returns `{key}`, which the model does not")
                 returned.add(key)
         if missing := [key for key in self.expected if key not in returned]:
-            raise Refused(f"no program returns `{missing[0]}`, which the model does")
+            raise Malformed(f"no program returns `{missing[0]}`, which the model does")
         if sent:
-            raise Refused(f"the last stage sends `{min(sent)}`")
+            raise Malformed(f"the last stage sends `{min(sent)}`")
         return saved
 
     def _backwards(self, saved: Mapping[int, Mapping[str, Value]]) -> None:
@@ -424,7 +422,7 @@ class Step:
             for other in {*done} - {done[-1], "F"}:
                 unused = self._needed(stage, other)
                 if f"{_main(unused).name}_last" in unused.functions:
-                    raise Refused(f"{unused.file}: is not what the stage does last, and has a function for that")
+                    raise Malformed(f"{unused.file}: is not what the stage does last, and has a function for that")
             last = f"{_main(program).name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
@@ -442,7 +440,7 @@ class Step:
             for key, value in sums.items():
                 gradients[key] = self.tensors.plus(gradients[key], value) if key in gradients else value
         if sent:
-            raise Refused(f"the first stage sends `{min(sent)}`")
+            raise Malformed(f"the first stage sends `{min(sent)}`")
 
     def _phases(self, stage: int, given: Mapping[str, Value], read: dict[str, dict[str, Value]]) -> dict[str, Value]:
         """Run I and W of a stage: I returns what it sends and what is deferred, W gradients. ``read`` has what B may
@@ -452,7 +450,7 @@ class Step:
         kinds: dict[str, dict[str, Value]] = {"sent": {}, "deferred": {}}
         for key, value in first.items():
             if (kind := key.partition(" ")[0]) not in kinds:
-                raise Refused(f"{inputs.file}: returns `{key}`, which is neither sent nor deferred")
+                raise Malformed(f"{inputs.file}: returns `{key}`, which is neither sent nor deferred")
             kinds[kind][key] = value
         read["W"] = {**given, **kinds["deferred"]}
         second = self.run(weights, read["W"]).values
@@ -487,7 +485,7 @@ class Step:
     def _needed(self, stage: int, action: str) -> Program:
         program = self.build.programs.get((f"stage{stage}", action))
         if program is None:
-            raise Refused(f"there is no program stage{stage}.{action}")
+            raise Malformed(f"there is no program stage{stage}.{action}")
         return program
 
     # ---- what leaves a step
@@ -502,7 +500,7 @@ class Step:
             program = self.build.programs[role, "LOSS"]
             value = self._only(program, returned.values, "loss").get("loss")
             if value is None:
-                raise Refused(f"{program.file}: returns no loss")
+                raise Malformed(f"{program.file}: returns no loss")
             self.same(program, "loss", value, expected)
 
     def _gradients(self) -> dict[str, int]:
@@ -529,19 +527,19 @@ class Step:
                 elif kind == "gradient" and name in symbols:
                     self.same(program, key, value, symbols[name])  # one value may be returned under two names
                 elif kind not in ("gradient", "grad_norm"):
-                    raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
+                    raise Malformed(f"{program.file}: returns `{key}`, which nothing takes")
             for name in sorted(names - self.gradients.keys()):
                 raise Refused(f"{program.file}: returns a gradient of `{name}`, on which the loss does not depend")
             if norm is not None:
                 if "grad_norm" not in returned.values:
-                    raise Refused(f"{program.file}: returns no norm")
+                    raise Malformed(f"{program.file}: returns no norm")
                 self.same(program, "grad_norm", returned.values["grad_norm"], norm)
             for name in sorted(self.partial[role].keys() - names):
-                raise Refused(f"{program.file}: does not return the gradient of `{name}`")
+                raise Malformed(f"{program.file}: does not return the gradient of `{name}`")
             seen |= names
             counts[role] = len(names)
         if missing := sorted(self.gradients.keys() - seen):
-            raise Refused(f"no role returns the gradient of `{missing[0]}`, on which the loss depends")
+            raise Malformed(f"no role returns the gradient of `{missing[0]}`, on which the loss depends")
         return counts
 
     def _settled(self, role: str, symbols: Mapping[str, Value]) -> Settle:
@@ -582,11 +580,11 @@ class Step:
             types = dict(_main(program).returns)
             for key, value in results.values.items():
                 if key not in expected:
-                    raise Refused(f"{program.file}: `{key}` is not in model.py")
+                    raise Malformed(f"{program.file}: `{key}` is not in model.py")
                 self.same(program, key, value, self.tensors.cut(expected[key], _type_of(_main(program), types[key])))
                 returned.add(key)
         if missing := sorted(expected.keys() - returned):
-            raise Refused(f"no role returns `{missing[0]}`, which the model moves in a step")
+            raise Malformed(f"no role returns `{missing[0]}`, which the model moves in a step")
 
     def _rescale(self, program: Program) -> None:
         """Prove that the loss scale of the next step is that of dynamic loss scaling, which is never zero."""
@@ -598,7 +596,7 @@ class Step:
         for name in _LOSS_SCALE:
             expected = self.tensors.pointwise(f"next {name}", [norm, *before])
             if (value := values.get(f"state {name}")) is None:
-                raise Refused(f"{program.file}: returns no `state {name}`")
+                raise Malformed(f"{program.file}: returns no `state {name}`")
             self.same(program, f"state {name}", value, expected)
 
     def _together(
@@ -613,7 +611,7 @@ class Step:
         for role in roles:
             program = self.build.programs.get((role, action))
             if program is None:
-                raise Refused(f"there is no program {role}.{action}")
+                raise Malformed(f"there is no program {role}.{action}")
             main, keep = _main(program), settle.get(role, lambda name, value: value)
             operands, coming = self.arguments(program, main, known[role]), self.coming[role]
             running[role] = self.reader.steps(program, main, operands, coming if action == "REDUCE" else (), keep)
@@ -651,7 +649,7 @@ class Step:
         """
         for key in values:
             if key.partition(" ")[0] not in kinds:
-                raise Refused(f"{program.file}: returns `{key}`, which nothing takes")
+                raise Malformed(f"{program.file}: returns `{key}`, which nothing takes")
         return values
 
     # ---- comparison

@@ -26,6 +26,10 @@ class Refused(Exception):
     """The error of a text, an operator or a meaning that the checker does not accept, in words, with its place."""
 
 
+class Malformed(Refused):
+    """The error of a text that is wrong in all normal forms: of a message, a shape, or a kind of numbers."""
+
+
 def within(number: int, count: int) -> int:
     """Return the number of a dim or an entry among so many, which a line may count from the end, as counted from 0.
 

@@ -30,7 +30,7 @@ import certificate.build
 from certificate.build import EVALUATION, read_build, read_manifest, read_texts
 from certificate.nodes import Form
 from certificate.step import ATTEMPTS, Step, certify_texts
-from certificate.text import Refused, read_program
+from certificate.text import Malformed, Refused, read_program
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
 from parc.compiling.compiled import Compiled, files_of, manifest_of
@@ -69,8 +69,8 @@ def texts_of(compiled: Compiled) -> dict[str, str]:
     return {**files_of(compiled), "manifest.json": json.dumps(manifest_of(compiled))}
 
 
-_MOST_SECONDS = 60
-"""The seconds of its own after which a checker that has not answered is at fault."""
+_MOST_SECONDS = 60, 300
+"""The seconds of its own after which a checker that has not answered is at fault, for small builds and large ones."""
 
 
 def _too_long(*_: Any) -> None:
@@ -81,8 +81,8 @@ class Judge:
     """The checker of one build's mutants. Their model is the same, so its meaning is known, in all normal forms, and
     so is that of all functions that a mutant leaves as they are."""
 
-    def __init__(self, texts: Texts) -> None:
-        self.texts = texts
+    def __init__(self, texts: Texts, most_seconds: float = _MOST_SECONDS[0]) -> None:
+        self.texts, self._most_seconds = texts, most_seconds
         self._read = lru_cache(maxsize=None)(read_program)
         """Programs by their texts. All of them stay: what is known goes by the types that they hold."""
         self._models: dict[Hashable, Step] = {}
@@ -93,7 +93,7 @@ class Judge:
         Raises:
             Exception: it does neither.
         """
-        signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._most_seconds)
         try:
             self._certify({**self.texts, **edits})
         except RecursionError:
@@ -120,6 +120,8 @@ class Judge:
         for form, most in dict(ATTEMPTS).items():
             try:
                 return self._in_form(build, form, most)
+            except Malformed:
+                raise
             except Refused as error:
                 refused.append(error)
         raise refused[0]
@@ -201,7 +203,7 @@ def judge(
     """Judge the mutants ``numbers_of`` of a build, of each source and kind alike, and return how many it has up to the
     last of these. One that is not ``compiled`` here is too large to run, so its accepted mutants are told without their
     numbers."""
-    build = Judge(texts)
+    build = Judge(texts, _MOST_SECONDS[compiled is None])
     if reason := build.verdict({}):
         raise SystemExit(f"{name}: is refused as it is: {reason}")
     axes = [word.split("=")[0] for word in re.search(r"mesh\((.*)\)", texts[programs(texts)[0]])[1].split(", ")]  # type: ignore[index]

@@ -11,7 +11,7 @@ import certificate.step
 from certificate import FORMAT
 from certificate.nodes import Form
 from certificate.step import FORMS, certify, certify_texts
-from certificate.text import Refused
+from certificate.text import Malformed, Refused
 from parc.compiler.build import directory
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.compiled import files_of, manifest_of
@@ -116,6 +116,15 @@ def test_what_a_stage_sends_with_padding_is_proved(tmp_path: Path) -> None:
     lines += "column 0 over tp pad\nrow 2 over tp pad\n"
     proved = proved_of_layers(tmp_path, "nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8)", lines)
     assert proved == ["pp0 and pp1: the loss, 2 gradients, the norm"]
+
+
+def test_a_text_that_no_normal_form_makes_right_is_refused_in_the_first_one(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate.step, "ATTEMPTS", [(FORMS[0], 10_000), (None, 0)])  # the second one would fail
+    other = edited(build, tmp_path, "stage0.F.py", "parc.wait(", "aten.clone.default(")
+    with pytest.raises(Malformed, match=r"stage0\.F\.py:\d+: .* is read while it is on its way"):
+        certify(other)
 
 
 def test_roles_of_which_the_same_is_proved_are_told_once(tmp_path: Path) -> None:
