@@ -502,7 +502,7 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
 
     def computing(moved: float, seconds: float) -> float:
         """Return the seconds that are left beside what the clock adds for the call and the bytes."""
-        return max(seconds - call - fit.reading * moved / rate_of_size(table, moved), 1e-9)
+        return float(max(seconds - call - fit.reading * moved / rate_of_size(table, moved), 1e-9))
 
     packed, packed_bytes, grouped = found["grouped"]
     attention = fitted_attention(

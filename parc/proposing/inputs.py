@@ -48,6 +48,7 @@ _LONGEST = 4096
 _MOST_UNNAMED = 4  # inputs of a forward that names none
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+), got 0\)")
+_SYMBOL = re.compile(r"\bu\d+\b")
 _OF_SEQUENCES = 3  # dims
 _MOST_BESIDE = 200  # guesses for what stands beside the first input
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
@@ -68,9 +69,15 @@ class Tried:
         """The key by which calls are compared: the largest is best."""
         return self.error is None, self.operators
 
+    @property
+    def words(self) -> str:
+        """The words of the error, without the numbers of symbols for sizes that hang on values, which count on from
+        call to call."""
+        return _SYMBOL.sub("u", str(self.error))
+
     def fails_as(self, other: Tried) -> bool:
         """Return whether a call fails in the words of another one, after as many operators."""
-        return self.error is not None and str(self.error) == str(other.error) and self.operators == other.operators
+        return self.error is not None and self.words == other.words and self.operators == other.operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,8 @@ class Caller:
         self._guesses = ReadLayers.of(recorded.module).guesses(model_numbers(recorded.module))
         self._lengths = [size for size in model_numbers(recorded.module) if _LENGTHS[-1] <= size <= _LONGEST]
         self._end = time.process_time() + _SECONDS
+        self._failed: dict[Any, Tried] = {}
+        """The calls that fail, which are made once: what they are given, and their outcomes."""
         self._traced = False
         """True where ``torch.compiler.is_compiling()``, as in a capture: some models make no mask of their own then."""
 
@@ -122,6 +131,15 @@ class Caller:
 
     def call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int], asked: Sequence[str] = ()) -> Tried:
         """Call the forward on tensors of these guesses; parameters that are ``asked`` get empty dictionaries."""
+        used = {dim: sizes[dim] for guess in guesses.values() for dim in guess.dims if isinstance(dim, str)}
+        key = tuple(guesses.items()), tuple(sorted(used.items())), tuple(asked), self._traced
+        if (tried := self._failed.get(key)) is None:
+            tried = self._call(guesses, sizes, asked)
+            if tried.error is not None:
+                self._failed[key] = tried
+        return tried
+
+    def _call(self, guesses: Mapping[str, Guess], sizes: Mapping[str, int], asked: Sequence[str]) -> Tried:
         counter = _Counter()
         checked = sdpa_kernel(SDPBackend.MATH)  # other kernels take fake masks of any shape
         traced = as_if_traced() if self._traced else nullcontext()
@@ -169,6 +187,7 @@ class Caller:
                                        Tried(None, None, 0)))  # fmt: skip
         best = self._extended(best, required, optional)
         if best.tried.error is None:
+            best = self._shorter(best) if best.tried.operators > _MANY_OPERATORS else best
             self._traced = True
             again = replace(best, tried=self.call(best.guesses, best.sizes))
             traced = self._extended(again, required, optional)
@@ -323,7 +342,7 @@ class Caller:
         firsts = {len(guess.dims): guess for guess in reversed(self._options(name))}
         tries = [self.call({**best.guesses, name: replace(guess, place=best.guesses[name].place)}, best.sizes)
                  for guess in firsts.values()]  # fmt: skip
-        return any(tried.rank != best.tried.rank or str(tried.error) != str(best.tried.error) for tried in tries)
+        return any(tried.rank != best.tried.rank or tried.words != best.tried.words for tried in tries)
 
     def _options(self, name: str) -> list[Guess]:
         """Return the tensors that a parameter may take, those first that the model's first layers read."""
@@ -356,13 +375,15 @@ class Caller:
 
 
 class _Counter(TorchDispatchMode):
-    """A mode that counts operators but for views, which differ for one product from form to form, and the
-    multiply-adds of products."""
+    """A mode that counts operators but for views, which differ for one product from form to form, and for questions
+    about a tensor, which fake tensors ask the less often the more calls they remember; and the multiply-adds of
+    products."""
 
     count = work = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not (function.is_view or function is torch.ops.aten._unsafe_view.default)
+        view = function.is_view or function is torch.ops.aten._unsafe_view.default
+        self.count += not (view or function.namespace == "prim")
         result = function(*args, **(kwargs or {}))
         if (operations := flop_registry.get(function._overloadpacket)) is not None:
             self.work += operations(*args, **(kwargs or {}), out_val=result) // 2

@@ -338,3 +338,19 @@ class Masked(nn.Module):
 def test_a_mask_is_of_booleans_where_the_model_takes_no_whole_numbers(way: str, mask: str) -> None:
     call = Caller(record(lambda: Masked(way), 0), {}, {}).find()
     assert call.tried.error is None and call.guesses["mask"].text() == mask
+
+
+def test_a_guess_that_fails_is_tried_once_and_counts_alike_whenever_it_is_tried() -> None:
+    failed = list[tuple[Any, ...]]()
+
+    class Told(Masked):
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+            failed.append((tokens.dtype, tokens.shape, mask.dtype, mask.shape))
+            output = super().forward(tokens, mask)
+            failed.pop()
+            return output
+
+    caller = Caller(record(lambda: Told("scores"), 0), {}, {})
+    call = caller.find()
+    assert call.tried.error is None and len(set(failed)) == len(failed) > 4
+    assert len({caller.call(call.guesses, call.sizes).operators for _ in range(3)} | {call.tried.operators}) == 1
