@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ class Tried:
     operators: int
     work: int = 0
     """The multiply-adds of its products."""
+    missing: frozenset[str] = frozenset()
+    """The words of the error, and the names that are None in its frames if it says that something is None."""
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -163,7 +166,9 @@ class Caller:
                 with ending_said():
                     output = self.module(*positional, **values)
             except Exception as error:
-                return Tried(None, error, counter.count, counter.work)
+                missing = _missing(error)
+                _clear_frames(error)
+                return Tried(None, error, counter.count, counter.work, missing)
         return Tried(output, None, counter.count, counter.work)
 
     def idle(self) -> list[str]:
@@ -276,7 +281,7 @@ class Caller:
     def _with_one_more(self, best: ForwardCall, optional: Sequence[str]) -> Iterator[ForwardCall]:
         """Yield the calls with one more parameter, up to the first that succeeds. Targets are tried first: many models
         derive their other inputs from these. Then come those that the error tells."""
-        missing = _missing(best.tried.error)
+        missing = best.tried.missing
         unmoved: list[tuple[str, ForwardCall]] = []
         further = False
         for name in sorted(optional, key=lambda name: (not _is_target(name), name not in missing)):
@@ -390,15 +395,22 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def _missing(error: Exception | None) -> set[str]:
+def _missing(error: Exception) -> frozenset[str]:
     """Return the words of an error. If it says that something is None, they are joined by the names that are None in
     the functions that it went through."""
     names = set(re.findall(r"\w+", str(error)))
-    frame = error.__traceback__ if error is not None and names & {"None", "NoneType"} else None
+    frame = error.__traceback__ if names & {"None", "NoneType"} else None
     while frame is not None:
         names |= {name for name, value in frame.tb_frame.f_locals.items() if value is None}
         frame = frame.tb_next
-    return names
+    return frozenset(names)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free the tensors of the functions that an error, and those before it, went through: outcomes are kept."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _halved(guess: Guess) -> Guess:
