@@ -51,8 +51,8 @@ _ON_DEVICE = 16
 _COLD = 1 << 26
 """The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache: between two
 runs of a line, a step reads all of its weights and activations."""
-_EXPERTS = 8
-"""The experts of the grouped product that is measured."""
+_EXPERTS, _ROWS = 8, (32, 256)
+"""The experts of the grouped products that are measured, and the rows of each."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
 """The entries of collectives: latency, and two sizes for the bandwidth."""
 _MESSAGE_BUDGET_S = 0.3
@@ -282,7 +282,8 @@ def figures(bench: Bench) -> dict[str, Any]:
         "attention": [(keys, *_attention(bench, 1024 * more // keys, keys)) for keys in _KEYS],
         "operators": {probe.name: (probe.local_bytes(bench.mesh), bench.seconds(probe))
                       for probe in operator_probes(_ENTRIES * more)},
-        "entries": _ENTRIES * more, "update": _update(bench, more), "grouped": _grouped(bench, more),
+        "entries": _ENTRIES * more, "update": _update(bench, more),
+        "grouped": [(rows * more, *_grouped(bench, rows * more)) for rows in _ROWS],
     }  # fmt: skip
     if bench.world > 1:
         result["messages"] = {
@@ -301,20 +302,21 @@ def _attention(bench: Bench, batch: int, keys: int) -> tuple[int, list[tuple[int
     return batch * 8 * keys * keys * 64, [(probe.local_bytes(bench.mesh), bench.seconds(probe)) for probe in probes]
 
 
-def _grouped(bench: Bench, more: int) -> tuple[int, int, float]:
-    """Return the multiply-adds of a product over the packed rows of experts, its bytes, and its least time."""
-    tokens, size = 2048 * more, 512
+def _grouped(bench: Bench, rows: int) -> tuple[int, int, float]:
+    """Return the multiply-adds of a product over the packed rows of experts, so many of each, its bytes, and its least
+    time."""
+    tokens, size = rows * _EXPERTS, 512
     chosen = torch.zeros(_EXPERTS, tokens, dtype=torch.bool, device=bench.device)
     for at in range(_EXPERTS):
         chosen[at, at::_EXPERTS] = True
-    rows = [torch.randn(tokens, size, device=bench.device) for _ in range(_EXPERTS)]
-    weights = [torch.randn(_EXPERTS, size, size, device=bench.device) for _ in range(_EXPERTS)]
+    operands = [(torch.randn(tokens, size, device=bench.device), torch.randn(_EXPERTS, size, size, device=bench.device))
+                for _ in range(_EXPERTS)]  # fmt: skip
     product = KERNELS["parc.expert_linear.default"]
 
     def once() -> float:
         bench._wait()
         begin = time.perf_counter()
-        for packed, weight in zip(rows, weights, strict=True):
+        for packed, weight in operands:
             product(None, packed, chosen, weight, False, 1)
         bench._wait()
         return (time.perf_counter() - begin) / _EXPERTS
@@ -504,20 +506,19 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
         """Return the seconds that are left beside what the clock adds for the call and the bytes."""
         return float(max(seconds - call - fit.reading * moved / rate_of_size(table, moved), 1e-9))
 
-    packed, packed_bytes, grouped = found["grouped"]
-    attention = fitted_attention(
-        [(keys, 2 * work / peak, *(computing(*each) for each in both)) for keys, work, both in found["attention"]]
+    attention = fitted_ramp(
+        [(keys, 2 * work / peak, *(computing(*each) for each in both)) for keys, work, both in found["attention"]],
+        (1.0, 2.5),
     )
+    grouped = fitted_ramp([(rows, 2 * work / peak, computing(*each)) for rows, work, *each in found["grouped"]])
     slow = {}
     for name, (size, seconds) in found["operators"].items():
         extra = (seconds - call) / found["entries"]
         if extra > 1.3 * size / rate / found["entries"]:
             slow[name] = extra
     moved, seconds = found["update"]
-    shares = {
-        "attention": attention.forward, "attention_backward": attention.backward,
-        "grouped": 2 * packed / peak / computing(packed_bytes, grouped),
-    }  # fmt: skip
+    names = "attention", "attention_backward", "grouped"
+    shares = dict(zip(names, (*attention.shares, *grouped.shares), strict=True))
     rows = ["", f"[{prefix}peak] # as fitted on {len(_SHAPES)} products"]
     rows += [f"{words[kind]} = {one.peak:.4g}" for kind, one in fits.items()]
     rows += [f"fp16 = {fits['bf16'].peak:.4g} # not measured: as bf16", f"fp64 = {peak / 2:.4g} # half of fp32"]
@@ -537,7 +538,8 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
     rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {fit.error:.0%}"]
     rows += ["top = 1.0", f"ramp = {fit.ramp:.4g}", f"reading = {fit.reading:.4g}"]
     rows += [f"{name} = {min(1.0, value):.3g}" for name, value in shares.items()]
-    rows += [f"attention_ramp = {attention.ramp} # as fitted on {', '.join(map(str, _KEYS))} keys"]
+    rows += [f"attention_ramp = {attention.ramp} # as fitted on {_listed(_KEYS)} keys"]
+    rows += [f"grouped_ramp = {grouped.ramp} # as fitted on {_listed(_ROWS)} rows of an expert"]
     rows += ["", f"[{prefix}operators] # seconds of an entry, where that is more than its bytes take"]
     rows += [f"{name} = {seconds:.3g}" for name, seconds in slow.items()]
     pairs = ", ".join(f"[{size}, {rate_:.3g}]" for size, rate_ in table)
@@ -577,30 +579,32 @@ def fitted_products(
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class FittedAttention:
-    """The shares of the peak and the ramp of `operations * (1 + ramp / keys) / share` that fit attention best, and the
-    mean error."""
+class FittedRamp:
+    """The ramp and the shares of the peak of ``operations * (1 + ramp / size) / share`` that fit measurements best, and
+    the mean error."""
 
     error: float
     ramp: int
-    forward: float
-    backward: float
+    shares: tuple[float, ...]
 
 
-def fitted_attention(measured: Sequence[Sequence[float]]) -> FittedAttention:
-    """Return the constants that fit attentions of several lengths: of each its keys, the seconds of its forward's
-    operations at the peak, and those that the forward and the backward took. A backward has 2.5 times as many
-    operations."""
+def fitted_ramp(measured: Sequence[Sequence[float]], more: Sequence[float] = (1.0,)) -> FittedRamp:
+    """Return the constants that fit what was measured at several sizes: of each the size, the seconds of its operations
+    at the peak, and what each kind of it took, which has so many times ``more`` operations."""
 
-    def fit(ramp: int) -> FittedAttention:
+    def fit(ramp: int) -> FittedRamp:
         shares, errors = [], list[float]()
-        for at, more in ((2, 1.0), (3, 2.5)):
-            each = [more * row[1] * (1 + ramp / row[0]) / row[at] for row in measured]
+        for at, times in enumerate(more, 2):
+            each = [times * row[1] * (1 + ramp / row[0]) / row[at] for row in measured]
             shares.append(statistics.median(each))
             errors += [abs(one / shares[-1] - 1) for one in each]
-        return FittedAttention(sum(errors) / len(errors), ramp, *shares)
+        return FittedRamp(sum(errors) / len(errors), ramp, tuple(shares))
 
     return min(map(fit, range(0, 1024, 8)))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
 
 
 def _rate(found: Mapping[str, Any]) -> float:

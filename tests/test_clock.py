@@ -39,8 +39,8 @@ from parc.measuring import (
     Bench,
     TimedLine,
     attention_probes,
-    fitted_attention,
     fitted_products,
+    fitted_ramp,
     mixed_probes,
     operator_probes,
     program_text,
@@ -135,12 +135,12 @@ def test_products_are_fitted_by_the_constants_that_they_were_made_of() -> None:
     assert fit.peak == pytest.approx(3e11) and fit.error < 1e-6
 
 
-def test_attention_is_fitted_by_the_constants_that_it_was_made_of() -> None:
+def test_a_ramp_is_fitted_by_the_constants_that_it_was_made_of() -> None:
     each = [(keys, work, work * (1 + 80 / keys) / 0.5, 2.5 * work * (1 + 80 / keys) / 0.4)
             for keys, work in ((64, 1e-4), (256, 4e-4))]  # fmt: skip
-    fit = fitted_attention(each)
+    fit = fitted_ramp(each, (1.0, 2.5))
     assert fit.ramp == 80 and fit.error < 1e-6
-    assert [fit.forward, fit.backward] == pytest.approx([0.5, 0.4])
+    assert fit.shares == pytest.approx((0.5, 0.4))
 
 
 @pytest.mark.parametrize(
