@@ -352,15 +352,22 @@ all layers of a chunk take equal times."""
 
 
 def predicted(case: Case) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step, and its parts."""
+    """Return the seconds of a step, and the parts of the role that waits least for others."""
     if case.layers <= _EXACT or (case.as_it_is and case.stages > 1):
-        return _step(case, case.layers)
-    (two, parts2), (three, parts3) = _step(case, _EXACT - 1), _step(case, _EXACT)
-    more = case.layers - _EXACT
-    return three + more * (three - two), {key: parts3[key] + more * (parts3[key] - parts2[key]) for key in parts3}
+        seconds, roles = _step(case, case.layers)
+        return seconds, roles[_longest(roles)]
+    (two, roles2), (three, roles3) = _step(case, _EXACT - 1), _step(case, _EXACT)
+    more, role = case.layers - _EXACT, _longest(roles3)
+    parts = {part: time + more * (time - roles2[role][part]) for part, time in roles3[role].items()}
+    return three + more * (three - two), parts
 
 
-def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
+def _longest(roles: Mapping[str, Mapping[str, float]]) -> str:
+    return min(roles, key=lambda role: roles[role]["bubble"])
+
+
+def _step(case: Case, each: int) -> tuple[float, dict[str, dict[str, float]]]:
+    """Return the seconds of a step with so many layers in the longest chunk, and the parts of each role."""
     import numpy as np
 
     from parc.compiler.clock.links import Links
@@ -395,7 +402,7 @@ def _step(case: Case, each: int) -> tuple[float, dict[str, float]]:
     links = Links(place, cluster, case.node)
     updates = {name: update_seconds(build, plan, role, cluster) for name, role in roles.items()}
     time = StepClock(roles, links, case.habits, updates).run()
-    return time.seconds, time.parts(time.longest)
+    return time.seconds, {role: time.parts(role) for role in time.roles}
 
 
 _SAMPLES = 10007

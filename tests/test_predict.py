@@ -91,3 +91,14 @@ def test_a_row_of_experts_has_their_sizes_placements_and_recomputation() -> None
         "recompute blocks.[0..0].mlp\n",
     ):
         assert line in text
+
+
+def test_the_parts_of_more_layers_are_those_of_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step with two layers another role waits least than of one with three."""
+    steps = {
+        2: (10.0, {"pp0": {"products": 9.0, "bubble": 1.0}, "pp1": {"products": 8.0, "bubble": 2.0}}),
+        3: (12.0, {"pp0": {"products": 9.5, "bubble": 2.5}, "pp1": {"products": 10.0, "bubble": 2.0}}),
+    }
+    monkeypatch.setattr(predict, "_step", lambda case, layers: steps[layers])
+    case = predict.case_of({**ROW, "layers": "20"})
+    assert predict.predicted(case) == (26.0, {"products": 24.0, "bubble": 2.0})
