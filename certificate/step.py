@@ -96,7 +96,7 @@ def certify_texts(texts: Texts, manifest: Mapping[str, Any]) -> Proof:
 def _certify(build: Build) -> Proof:
     """Prove one part of a build, at some sizes, in one of the normal forms. If one of them takes many steps, the
     others are tried before all of them are done."""
-    refused: dict[Form, Refused] = {}
+    refused: dict[Form, Exception] = {}
     done = set[Form]()
     for form, most in ATTEMPTS:
         if form in done:
@@ -106,9 +106,9 @@ def _certify(build: Build) -> Proof:
         try:
             step.read_model()
             return step.run_to_end()
-        except Malformed:
-            raise
-        except Refused as error:
+        except (Refused, RecursionError) as error:
+            if isinstance(error, Malformed):
+                raise
             refused[form] = error
             done.update(() if step.table.spent else (form,))
     raise refused[FORMS[0]] from None
@@ -539,7 +539,7 @@ class Step:
             seen |= names
             counts[role] = len(names)
         if missing := sorted(self.gradients.keys() - seen):
-            raise Malformed(f"no role returns the gradient of `{missing[0]}`, on which the loss depends")
+            raise Refused(f"no role returns the gradient of `{missing[0]}`, on which the loss depends")
         return counts
 
     def _settled(self, role: str, symbols: Mapping[str, Value]) -> Settle:

@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Malformed(Refused):
-    """The error of a text that is wrong in all normal forms: of a message, a shape, or a kind of numbers."""
+    """The error of a text that is wrong in all normal forms: of a name, a message, a shape, or a kind of numbers."""
 
 
 def within(number: int, count: int) -> int:

@@ -36,8 +36,8 @@ SAMPLES, LENGTH = 8, 128
 _SECONDS = 40  # of the processor
 _LARGE_WORK = 500_000_000
 """The multiply-adds of a forward from which on parc looks for smaller inputs."""
-_MANY_OPERATORS = 1500  # of a forward that goes through its sequence in Python
-_FEWER = 1.5  # times, for a sequence of half the length
+_MANY_LINES = 500  # of a forward that goes through its sequence in Python
+_FEWER = 1.4  # times, for a sequence of half the length
 _FEWEST_SIDES = 8
 _OTHERS_TRIED = 16
 _TARGETS = ("label", "target")
@@ -64,6 +64,8 @@ class Tried:
     operators: int
     work: int = 0
     """The multiply-adds of its products."""
+    lines: int = 0
+    """Its operators, views too."""
     missing: frozenset[str] = frozenset()
     """The words of the error, and the names that are None in its frames if it says that something is None."""
 
@@ -161,15 +163,15 @@ class Caller:
                 keys = [guesses[name].place.split(".")[1:] for name in names]
                 values[root] = with_entries(zip(keys, map(values.pop, names), strict=True))
             values |= {name: {} for name in asked}
-            counter.count = counter.work = 0
+            counter.count = counter.work = counter.lines = 0
             try:
                 with ending_said():
                     output = self.module(*positional, **values)
             except Exception as error:
                 missing = _missing(error)
                 _clear_frames(error)
-                return Tried(None, error, counter.count, counter.work, missing)
-        return Tried(output, None, counter.count, counter.work)
+                return Tried(None, error, counter.count, counter.work, counter.lines, missing)
+        return Tried(output, None, counter.count, counter.work, counter.lines)
 
     def idle(self) -> list[str]:
         """Return the known inputs that neither the forward nor the loss names."""
@@ -192,7 +194,7 @@ class Caller:
                                        Tried(None, None, 0)))  # fmt: skip
         best = self._extended(best, required, optional)
         if best.tried.error is None:
-            best = self._shorter(best) if best.tried.operators > _MANY_OPERATORS else best
+            best = self._shorter(best) if best.tried.lines > _MANY_LINES else best
             self._traced = True
             again = replace(best, tried=self.call(best.guesses, best.sizes))
             traced = self._extended(again, required, optional)
@@ -266,12 +268,15 @@ class Caller:
         """Return a call on smaller pictures, as long as a forward has more work than a test of its numbers should have,
         and on shorter sequences, as long as its Python goes through them; it gives as many tensors."""
         results = len(list(tensors_in(best.tried.output)))
-        while (large := best.tried.work > _LARGE_WORK) or best.tried.operators > _MANY_OPERATORS:
+        while (large := best.tried.work > _LARGE_WORK) or best.tried.lines > _MANY_LINES:
             halved = {name: guess if name in self.known else _halved(guess) for name, guess in best.guesses.items()}
-            sizes = {**best.sizes, "S": best.sizes["S"] // 2} if self._free else best.sizes
+            length = max(best.sizes["S"] // 2, _LENGTHS[-1])
+            sizes = {**best.sizes, "S": length} if self._free else best.sizes
             call = replace(best, guesses=halved) if large and halved != best.guesses else replace(best, sizes=sizes)
+            if (call.guesses, call.sizes) == (best.guesses, best.sizes):
+                return best
             tried = self.call(call.guesses, call.sizes)
-            fewer = tried.operators * _FEWER <= best.tried.operators
+            fewer = tried.lines * _FEWER <= best.tried.lines
             less = fewer or (call.sizes == best.sizes and tried.work < best.tried.work)
             if tried.error is not None or not less or len(list(tensors_in(tried.output))) != results:
                 return best
@@ -380,15 +385,16 @@ class Caller:
 
 
 class _Counter(TorchDispatchMode):
-    """A mode that counts operators but for views, which differ for one product from form to form, and for questions
-    about a tensor, which fake tensors ask the less often the more calls they remember; and the multiply-adds of
-    products."""
+    """A mode that counts operators, with and without views, which differ for one product from form to form, and the
+    multiply-adds of products. Questions about a tensor are no operators: fake tensors ask them the less often the more
+    calls they remember."""
 
-    count = work = 0
+    count = work = lines = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        view = function.is_view or function is torch.ops.aten._unsafe_view.default
-        self.count += not (view or function.namespace == "prim")
+        line = function.namespace != "prim"
+        self.lines += line
+        self.count += line and not (function.is_view or function is torch.ops.aten._unsafe_view.default)
         result = function(*args, **(kwargs or {}))
         if (operations := flop_registry.get(function._overloadpacket)) is not None:
             self.work += operations(*args, **(kwargs or {}), out_val=result) // 2

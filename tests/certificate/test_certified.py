@@ -118,6 +118,23 @@ def test_what_a_stage_sends_with_padding_is_proved(tmp_path: Path) -> None:
     assert proved == ["pp0 and pp1: the loss, 2 gradients, the norm"]
 
 
+def test_a_form_whose_values_are_too_deep_leaves_the_others(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_model(step: certificate.step.Step) -> None:
+        if step.table.form == FORMS[1]:
+            raise RecursionError
+        read(step)
+
+    read = certificate.step.Step.read_model
+    monkeypatch.setattr(certificate.step.Step, "read_model", read_model)
+    attempts = (FORMS[0], 5), (FORMS[1], 30_000), (FORMS[0], 30_000)
+    monkeypatch.setattr(certificate.step, "ATTEMPTS", attempts)
+    assert len(certify(build).lines) == 2
+    monkeypatch.setattr(certificate.step, "ATTEMPTS", attempts[1:2] * 2)
+    monkeypatch.setattr(certificate.step, "FORMS", FORMS[1:])
+    with pytest.raises(Refused, match="too deeply"):
+        certify(build)
+
+
 def test_a_text_that_no_normal_form_makes_right_is_refused_in_the_first_one(
     build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
