@@ -94,7 +94,7 @@ def test_a_row_of_experts_has_their_sizes_placements_and_recomputation() -> None
 
 
 def test_the_parts_of_more_layers_are_those_of_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step with two layers another role waits least than of one with three."""
+    """Another role waits least in a step with two layers than in one with three."""
     steps = {
         2: (10.0, {"pp0": {"products": 9.0, "bubble": 1.0}, "pp1": {"products": 8.0, "bubble": 2.0}}),
         3: (12.0, {"pp0": {"products": 9.5, "bubble": 2.5}, "pp1": {"products": 10.0, "bubble": 2.0}}),
