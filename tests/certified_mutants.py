@@ -116,13 +116,13 @@ class Judge:
 
     def _in_forms(self, build: certificate.build.Build) -> None:
         """Prove a build in one of the normal forms."""
-        refused: list[Refused] = []
+        refused: list[Exception] = []
         for form, most in dict(ATTEMPTS).items():
             try:
                 return self._in_form(build, form, most)
-            except Malformed:
-                raise
-            except Refused as error:
+            except (Refused, RecursionError) as error:
+                if isinstance(error, Malformed):
+                    raise
                 refused.append(error)
         raise refused[0]
 
