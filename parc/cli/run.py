@@ -131,12 +131,12 @@ def _stops_said() -> Iterator[None]:
     """Enter the block before training, which handles signals itself. In it a signal that stops runs ends the process at
     once, with a message if the launcher prints none: a rank of parc's own launcher ends even while it waits in C++, as
     for a rank that died before they met."""
-    from parc.runtime.launch.voices import VOICES, stop_signals
+    from parc.runtime.launch.voices import VOICES, says_the_end, stop_signals
 
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, _: object) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if says_the_end():
             say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
             sys.stderr.flush()
         os._exit(128 + number)
@@ -436,7 +436,7 @@ def _rank(args: argparse.Namespace) -> int:
     it is printed here."""
     from parc.runtime.launch.failures import answer, failure_of, leave_failure
     from parc.runtime.launch.lifeline import LIFELINE
-    from parc.runtime.launch.voices import VOICES
+    from parc.runtime.launch.voices import VOICES, says_the_end, stop_signals
 
     if VOICES in os.environ:
         answer()
@@ -444,12 +444,15 @@ def _rank(args: argparse.Namespace) -> int:
         code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
+        if VOICES not in os.environ:  # torchrun stops this rank where another has ended: not before it has said why
+            for number in stop_signals():
+                signal.signal(number, signal.SIG_IGN)
         try:
             leave_failure(failure)
         except OSError:  # the disk is full, say: this may be why it failed
             say(failure.text())
         else:
-            if VOICES not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+            if VOICES not in os.environ and (says_the_end() or not failure.expected):
                 say(failure.text())
         code = failure.exit_code
     LIFELINE.remove_traces()

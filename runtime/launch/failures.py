@@ -24,9 +24,8 @@ from ...grammar.diagnostics import render
 from ..ranks.communication import PeerLost
 from ..ranks.faults import RunError, stack_frames
 from ..ranks.wire import ForeignMessage
-from .voices import VOICES
+from .voices import ERROR_FILE, VOICES
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _BEGAN, _STOPPED = "began", "stopped"
 """Files in the folder of a run's processes: a rank has begun to train; a rank has said that a signal stopped it."""
 _LOST = (
@@ -113,8 +112,8 @@ def leave_failure(failure: Failure) -> bool:
     Raises:
         OSError: it cannot be written.
     """
-    path = os.environ.get(_ERROR_FILE)
-    if path is None:
+    path = os.environ.get(ERROR_FILE)
+    if not path:
         return False
     Path(path).parent.mkdir(exist_ok=True)  # not those above: with the launcher the folder of the run has gone
     # The inner ``message`` and ``timestamp`` are shown by torchrun; the rest is for parc.

@@ -20,6 +20,10 @@ from typing import IO, Any, Self, final
 VOICES = "PARC_VOICES"
 """The environment variable with the folder in which the ranks of a host leave what they print, where they are, and why
 they failed, if ``parc run`` started them."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable with the file in which a rank leaves its failure; torchrun sets it, and so does parc."""
+_END_SAID = "end_said"
+"""A file beside the folders of a host's ranks under torchrun: one of them has said why the run ends."""
 _FIRST_LOG = "said"
 """The name of the copy of the first rank's lines."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -38,6 +42,21 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals on which a run saves and ends; SIGHUP is none under ``nohup``, which ignores it."""
     kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT) if kept else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def says_the_end() -> bool:
+    """Return whether this rank, which torchrun started, is the one of its host that says why the run ends: the first
+    that asks. Torchrun stops the others as soon as one has ended, so that none can be named beforehand."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:  # started by hand
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        Path(path).parent.with_name(_END_SAID).touch(exist_ok=False)  # beside the folders of the host's ranks
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full, say: better twice than never
+        return True
+    return True
 
 
 @contextmanager

@@ -121,3 +121,18 @@ def test_a_copy_on_a_full_disk_takes_no_line_from_the_first_rank() -> None:
         heard.write("step 1\nstep 2\n")
         heard.write("step 3\n")
     assert stream.getvalue() == "step 1\nstep 2\nstep 3\n"
+
+
+def test_under_torchrun_the_first_rank_of_a_host_to_end_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torchrun stops rank 0 as soon as another has failed, maybe before it can say anything."""
+    for local, says in ((2, True), (0, False), (1, False)):
+        (tmp_path / str(local)).mkdir()
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(local) / "error.json"))
+        assert voices.says_the_end() == says
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert not voices.says_the_end(), "started by hand, the first rank is the one"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert voices.says_the_end()
