@@ -4,6 +4,7 @@ and by two at once."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,8 @@ from parc.runtime.ranks.parents import end_with_parent
 _REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.1, 64
 """The runs of a probe in each round, of which the fastest counts: the least number (fewer where they take twice the
 budget), the most, and the budget, the seconds after which no more are made; and the most copies of a line in a run."""
+_MOST_SETS = 8
+"""The most sets of operands with which a program of copies runs."""
 _PAIRS = 15
 """The runs of products beside a message, and of the products alone, that are measured in turn."""
 _ROUNDS = 2
@@ -48,9 +51,10 @@ _ENTRIES = 1 << 18
 """The entries of other operators."""
 _ON_DEVICE = 16
 """The factor by which a GPU gets more entries, as it has more to keep busy."""
-_COLD = 1 << 26
-"""The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache: between two
-runs of a line, a step reads all of its weights and activations."""
+_COLD = 1 << 28
+"""The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache, which
+servers' processors have hundreds of megabytes of: between two runs of a line, a step reads all of its weights and
+activations."""
 _EXPERTS, _ROWS = 8, (32, 256)
 """The experts of the grouped products that are measured, and the rows of each."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
@@ -215,26 +219,30 @@ class Bench:
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
+        self._drawn: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def seconds(self, *lines: TimedLine, budget: float = _BUDGET_S) -> float:
         """Return the least time of lines, each with other operands whenever it runs. Lines that are slow beside their
         bytes, as bfloat16 products of a processor without them, get no more copies than they run in the budget."""
-        count = min(_MOST_COPIES, math.ceil(_COLD / sum(line.local_bytes(self.mesh) for line in lines)))
+        moved = sum(line.local_bytes(self.mesh) for line in lines)
         alone = self.fastest(self._run_of(lines), 2)
         if alone > budget:
             return alone
-        count = max(1, min(count, int(_BUDGET_S / alone)))
-        return self.fastest(self._run_of(lines * count), budget=budget) / count
+        count = max(1, min(_MOST_COPIES, math.ceil(_COLD / moved), int(_BUDGET_S / alone)))
+        sets = min(_MOST_SETS, math.ceil(_COLD / (moved * count)))
+        return self.fastest(self._run_of(lines * count, sets), budget=budget) / count
 
-    def _run_of(self, lines: tuple[TimedLine, ...]) -> Callable[[], float]:
-        """Return a function that runs a program of these lines, and returns the seconds that it took."""
+    def _run_of(self, lines: tuple[TimedLine, ...], sets: int = 1) -> Callable[[], float]:
+        """Return a function that runs a program of these lines, with each of so many sets of operands in turn, and
+        returns the seconds that it took."""
         program = parse_program(program_text(str(self.mesh), lines))
         backend: Any = InProcess(self.mesh)
         if self.world > 1:
             backend = Distributed(self.mesh, [program], self.rank, self.device)
         machine = Machine(program, backend, self.device, reuse=True)
-        values = {value.name: self._tensor(value) for value in program.main.parameters}
-        return lambda: self._once(machine, values)
+        values = [{value.name: self._tensor(value) for value in program.main.parameters} for _ in range(sets)]
+        turn = itertools.cycle(values)
+        return lambda: self._once(machine, next(turn))
 
     def fastest(self, once: Callable[[], float], most: int = _MOST_REPEATS, budget: float = _BUDGET_S) -> float:
         """Return the least time of several runs, of the slower rank: all ranks make equally many."""
@@ -248,9 +256,11 @@ class Bench:
 
     def _tensor(self, value: Any) -> torch.Tensor:
         shape, dtype = value.type.local(self.mesh), value.type.dtype
-        if dtype.is_floating_point:
-            return torch.randn(shape, device=self.device).to(dtype)
-        return torch.randint(0, 512, shape, device=self.device).to(dtype)
+        # all copies of a line have the same entries: to draw them takes longer than to run the line
+        if (shape, dtype) not in self._drawn:
+            drawn = torch.randn if dtype.is_floating_point else functools.partial(torch.randint, 0, 512)
+            self._drawn[shape, dtype] = drawn(shape, device=self.device).to(dtype)
+        return self._drawn[shape, dtype].clone()
 
     def _once(self, machine: Any, values: Mapping[str, torch.Tensor]) -> float:
         if self.world > 1:
@@ -309,27 +319,29 @@ def _grouped(bench: Bench, rows: int) -> tuple[int, int, float]:
     chosen = torch.zeros(_EXPERTS, tokens, dtype=torch.bool, device=bench.device)
     for at in range(_EXPERTS):
         chosen[at, at::_EXPERTS] = True
-    operands = [(torch.randn(tokens, size, device=bench.device), torch.randn(_EXPERTS, size, size, device=bench.device))
-                for _ in range(_EXPERTS)]  # fmt: skip
+    moved = 4 * (2 * tokens * size + _EXPERTS * size * size)
+    packed, weights = (torch.randn(*shape, device=bench.device) for shape in ((tokens, size), (_EXPERTS, size, size)))
+    operands = [(packed.clone(), weights.clone()) for _ in range(math.ceil(_COLD / moved))]
     product = KERNELS["parc.expert_linear.default"]
 
     def once() -> float:
         bench._wait()
         begin = time.perf_counter()
-        for packed, weight in operands:
-            product(None, packed, chosen, weight, False, 1)
+        for rows_, weights_ in operands:
+            product(None, rows_, chosen, weights_, False, 1)
         bench._wait()
-        return (time.perf_counter() - begin) / _EXPERTS
+        return (time.perf_counter() - begin) / len(operands)
 
-    return tokens * size * size, 4 * (2 * tokens * size + _EXPERTS * size * size), bench.fastest(once)
+    return tokens * size * size, moved, bench.fastest(once)
 
 
 def _update(bench: Bench, more: int) -> tuple[int, float]:
     """Return the bytes of an update of AdamW, and its least time."""
     count = (1 << 21) * more
-    parameter = torch.zeros(count, device=bench.device)
-    parameter.grad = torch.zeros(count, device=bench.device)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameters = [torch.zeros(count, device=bench.device) for _ in range(math.ceil(_COLD / (28 * count)))]
+    for parameter in parameters:
+        parameter.grad = torch.zeros(count, device=bench.device)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
     optimizer.step()
 
     def once() -> float:
@@ -339,7 +351,7 @@ def _update(bench: Bench, more: int) -> tuple[int, float]:
         bench._wait()
         return time.perf_counter() - begin
 
-    return 28 * count, bench.fastest(once)
+    return 28 * count * len(parameters), bench.fastest(once)
 
 
 def _send(bench: Bench, entries: int) -> float:
@@ -534,7 +546,7 @@ def _device_rows(found: Mapping[str, Any], prefix: str, taken: float, memory: in
         f"call = {call:.3g} # a line of 64 entries",
     ]
     rows += [f"taken_by_messages = {taken:.3g} # of products beside an all-reduce"]
-    rows += [f"update = {moved / seconds / rate:.3g} # AdamW over 2 M entries"]
+    rows += [f"update = {moved / seconds / rate:.3g} # AdamW over parameters of 2 M entries"]
     rows += ["", f"[{prefix}products] # as fitted on the products in float32, mean error {fit.error:.0%}"]
     rows += ["top = 1.0", f"ramp = {fit.ramp:.4g}", f"reading = {fit.reading:.4g}"]
     rows += [f"{name} = {min(1.0, value):.3g}" for name, value in shares.items()]

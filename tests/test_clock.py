@@ -171,19 +171,31 @@ def test_a_measured_program_runs_each_line_on_operands_of_its_own(lines: Iterabl
     assert Bench(0, 1, torch.device("cpu")).seconds(probes[0]) > 0
 
 
-@pytest.mark.parametrize(("each", "copies"), [(1.0, [1]), (0.04, [1, 2]), (1e-6, [1, 64])])
-def test_a_slow_line_is_measured_in_no_more_copies_than_the_budget_has_time_for(
-    each: float, copies: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("entries", "each", "copies"),
+    [(64, 1.0, [(1, 1)]), (64, 0.04, [(1, 1), (2, 8)]), (64, 1e-6, [(1, 1), (64, 8)]),
+     (1 << 17, 1e-6, [(1, 1), (64, 3)]), (1 << 20, 1e-6, [(1, 1), (22, 1)])],
+)  # fmt: skip
+def test_a_line_is_measured_in_no_more_copies_than_a_cache_holds_or_the_budget_has_time_for(
+    entries: int, each: float, copies: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = list[int]()
+    """Copies in a program, and sets of operands with which it runs: 256 MiB together."""
+    programs = list[tuple[int, int]]()
 
-    def run_of(_bench: Bench, lines: tuple[TimedLine, ...]) -> Callable[[], float]:
-        programs.append(len(lines))
+    def run_of(_bench: Bench, lines: tuple[TimedLine, ...], sets: int = 1) -> Callable[[], float]:
+        programs.append((len(lines), sets))
         return lambda: each * len(lines)
 
     monkeypatch.setattr(Bench, "_run_of", run_of)
-    assert Bench(0, 1, torch.device("cpu")).seconds(sum_probe(64)) == pytest.approx(each)
+    assert Bench(0, 1, torch.device("cpu")).seconds(sum_probe(entries)) == pytest.approx(each)
     assert programs == copies
+
+
+def test_a_measured_program_runs_with_each_set_of_operands_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "_once", lambda _bench, _machine, values: values["a0"].data_ptr())
+    run = Bench(0, 1, torch.device("cpu"))._run_of((sum_probe(64),), 3)
+    read = [run() for _ in range(6)]
+    assert len(set(read)) == 3 and read[:3] == read[3:]
 
 
 def test_a_slow_operator_on_packed_rows_counts_the_rows_that_are_there() -> None:
