@@ -129,6 +129,14 @@ def _path_fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
     if ANY_DEPTH not in segments:
         tests = map(_name_test, segments)
         return len(segments) == len(path) and all(test(name) for test, name in zip(tests, path, strict=True))
+    if segments.count(ANY_DEPTH) == 1:
+        at = segments.index(ANY_DEPTH)
+        behind = len(segments) - at - 1
+        return (
+            at + behind <= len(path)
+            and _path_fits(segments[:at], path[:at])
+            and _path_fits(segments[at + 1 :], path[len(path) - behind :])
+        )
     positions = _skip(segments, {0})
     for name in path:
         after: set[int] = set()

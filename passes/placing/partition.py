@@ -78,13 +78,14 @@ def _gradients(graph: fx.Graph) -> dict[ValueKey, bool]:
 @dataclass(slots=True)
 class _Emitted:
     """All that was read and changed as one node was emitted: the states of its operands; its new states and forms, in
-    order; its reshards; and the forms that it used."""
+    order; its reshards; and the forms that it used. It cannot be taken over where it depends on more: ``alone``."""
 
     read: dict[ValueKey, Placement | None]
     states: list[tuple[ValueKey, Placement]] = field(default_factory=list)
     forms: dict[tuple[ValueKey, Placement], fx.Node] = field(default_factory=dict)
     used: list[tuple[ValueKey, Placement]] = field(default_factory=list)
     reshards: Sequence[Reshard] = ()
+    alone: bool = False
 
 
 class Partition:
@@ -109,7 +110,30 @@ class Partition:
         self.kept = self.with_rows = False
         self.block: str | None = None
         self.last_block: str | None = None
-        self.hoisted = plan_hoist(graph, mesh, placed, self.grad)
+        self.readers: dict[ValueKey, list[fx.Node]] = _readers(graph) if like is None else like.readers
+        self.hoisted_over: dict[str, set[fx.Node]] = {
+            axis: like.hoisted_over[axis] if like is not None and _is_alike(placed, like.placed, axis)
+            else _hoisted_over(graph, axis, placed, self.grad, self.readers)
+            for axis in mesh.names
+        }  # fmt: skip
+        self.hoisted: dict[fx.Node, set[str]] = {}
+        for axis, nodes in self.hoisted_over.items():
+            for node in nodes:
+                self.hoisted.setdefault(node, set()).add(axis)
+        self.moved = self._moved()
+        self.is_alike = like is not None
+        """True in a trial until the first node that is placed otherwise."""
+
+    def _moved(self) -> set[fx.Node]:
+        """Return the nodes that are placed otherwise than in the partition that this one is ``like``."""
+        if self.like is None:
+            return set()
+        (splits, parts), (before, parts_before) = (
+            (placed.splits, placed.parts) for placed in (self.placed, self.like.placed)
+        )
+        moved = {key[0] for key, at in splits.items() if at != before[key]}
+        moved.update(node for node in parts.keys() | parts_before.keys() if parts.get(node) != parts_before.get(node))
+        return moved.union(*(nodes ^ self.like.hoisted_over[axis] for axis, nodes in self.hoisted_over.items()))
 
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
         """Return the typed shape of a value in a placement."""
@@ -394,44 +418,50 @@ class Partition:
         """Emit the nodes of the typed graph one after the other, and yield the reshards as they are noted."""
         for node in self.source.nodes:
             if node.op == "placeholder" or computes(node):
-                before = len(self.reshards)
                 if (known := self._known(node)) is not None:
                     self._take_over(known)
-                elif node.op == "placeholder":
-                    self.last = _Emitted({})
-                    self.placeholder(node)
                 else:
-                    self.last = _Emitted({key: self.state.get(key) for key in map(key_of, operands_of(node))})
-                    origin = noted(node).origin  # a cast names the line that asked for it
-                    self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
-                    self.block = noted(node).block
-                    self.reader, self.kept = operator_name(node.target), noted(node).kept
-                    self.operator(node)
-                    self.last.reshards = self.reshards[before:]
+                    self._emit_node(node)
                 self.emitted[node] = self.last
                 yield from self.last.reshards
         before = len(self.reshards)
         self._outputs()
         yield from self.reshards[before:]
 
+    def _emit_node(self, node: fx.Node) -> None:
+        """Emit a placeholder or an operator."""
+        before = len(self.reshards)
+        if node.op == "placeholder":
+            self.last = _Emitted({})
+            self.placeholder(node)
+        else:
+            self.last = _Emitted({key: self.state.get(key) for key in map(key_of, operands_of(node))})
+            origin = noted(node).origin  # a cast names the line that asked for it
+            self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
+            self.block = noted(node).block
+            self.reader, self.kept = operator_name(node.target), noted(node).kept
+            self.operator(node)
+            self.last.reshards = self.reshards[before:]
+            self.last.alone = facts(node.target).reroutes
+        self.last.alone |= any(noted(one).packed is not None for one in (node, *(at for at, _ in self.last.read)))
+
     def _known(self, node: fx.Node) -> _Emitted | None:
         """Return a node as it was emitted under other placements, if it comes out the same under these."""
-        like, placed = self.like, self.placed
-        known = like.emitted.get(node) if like is not None else None
-        if like is None or known is None or placed.parts.get(node) != like.placed.parts.get(node):
+        if self.like is None:
             return None
-        if self.hoisted.get(node) != like.hoisted.get(node) or any(
-            placed.splits[node, index] != like.placed.splits[node, index] for index in range(len(tensors_of(node)))
-        ):
+        known = self.like.emitted.get(node)
+        self.is_alike = self.is_alike and known is not None and node not in self.moved
+        if known is None or known.alone or node in self.moved:
             return None
+        if self.is_alike:  # and so is all that it reads
+            return known
         if any(self.state.get(key) != state for key, state in known.read.items()):
             return None
         if any(placement in self.forms.get(key, ()) for key, placement in known.forms):
             return None
         if any(use not in known.forms and use[1] not in self.forms.get(use[0], ()) for use in known.used):
             return None
-        packed = noted(node).packed is not None or any(noted(key[0]).packed is not None for key in known.read)
-        return None if packed or (computes(node) and facts(node.target).reroutes) else known
+        return known
 
     def _take_over(self, known: _Emitted) -> None:
         """Change what a node changed under other placements."""
@@ -458,34 +488,40 @@ class Partition:
 # ---- the operators that compute in ``R``
 
 
-def plan_hoist(
-    graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[ValueKey, bool]
-) -> dict[fx.Node, frozenset[str]]:
-    """Return the operators to compute in ``R``, with the axes: their operands are marked ``I → R`` before them, and not
-    their results after them.
-
-    A value in ``R`` never becomes ``I`` again. So an operator is hoisted only if every reader is hoisted, or is split
-    and needs ``R`` there; and if every operand that carries gradient is a parameter, is hoisted, is split (the gradient
-    of a gather to ``R`` is reduce-scattered), or has another reader that needs it in ``R``. Position embeddings and
-    replicated key/value weights are hoisted, norms are not.
-    """
-    consumers: dict[ValueKey, list[fx.Node]] = {}
+def _readers(graph: fx.Graph) -> dict[ValueKey, list[fx.Node]]:
+    """Return the nodes that read each value."""
+    readers: dict[ValueKey, list[fx.Node]] = {}
     for node in graph.nodes:
         if computes(node) or node.op == "output":
             for operand in node.all_input_nodes if node.op == "output" else operands_of(node):
-                consumers.setdefault(key_of(operand), []).append(node)
-    hoisted: dict[fx.Node, set[str]] = {}
-    for axis in mesh.names:
-        for node in _hoisted_over(graph, axis, placed, grad, consumers):
-            hoisted.setdefault(node, set()).add(axis)
-    return {node: frozenset(axes) for node, axes in hoisted.items()}
+                readers.setdefault(key_of(operand), []).append(node)
+    return readers
+
+
+def _is_alike(placed: Placed, other: Placed, axis: str) -> bool:
+    """Return whether placements of one graph are the same over an axis."""
+    return (
+        placed.rules is other.rules
+        and placed.without_rule == other.without_rule
+        and placed.parts.keys() == other.parts.keys()
+        and all(at.get(axis) == other.splits[key].get(axis) for key, at in placed.splits.items())
+        and all(at.get(axis) == other.parts[node].get(axis) for node, at in placed.parts.items())
+    )
 
 
 def _hoisted_over(
     graph: fx.Graph, axis: str, placed: Placed, grad: Mapping[ValueKey, bool],
     consumers: Mapping[ValueKey, list[fx.Node]],
 ) -> set[fx.Node]:  # fmt: skip
-    """Return the operators to compute in ``R`` over an axis: all candidates, less those that fail, to a fixed point."""
+    """Return the operators to compute in ``R`` over an axis: their operands are marked ``I → R`` before them, and not
+    their results after them.
+
+    A value in ``R`` never becomes ``I`` again. So an operator is hoisted only if every reader is hoisted, or is split
+    and needs ``R`` there; and if every operand that carries gradient is a parameter, is hoisted, is split (the gradient
+    of a gather to ``R`` is reduce-scattered), or has another reader that needs it in ``R``. Position embeddings and
+    replicated key/value weights are hoisted, norms are not. These are all candidates, less those that fail, to a fixed
+    point.
+    """
 
     def reads(consumer: fx.Node, key: ValueKey) -> bool:
         """Return True for a split reader of a whole value, which needs ``R``."""

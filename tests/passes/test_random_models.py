@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Origin
+from parc.compiling.driver import REFUSALS
+from parc.compiling.request import ask
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from parc.passes.pipeline import Trials
+from parc.passes.placing.partition import Reshard
 
 from ..draws import wide
 from ..plan_strategies import plans
@@ -60,3 +69,30 @@ def test_random_models(most_layers: int, record_property: Callable[[str, object]
         for name, number in tried.items():
             record_property(name, number)
     assert tried["simulated"] >= 0.4 * settings().max_examples, tried
+
+
+@pytest.mark.hypothesis
+@settings(max_examples=settings().max_examples // (2 * SHARE), suppress_health_check=list(HealthCheck))
+@given(trials(2))
+def test_placements_tried_one_after_the_other_are_those_of_each_alone(trial: tuple[ModelSpec, list[str]]) -> None:
+    """A trial takes over from the first one what comes out the same: here the plan without its placing lines."""
+    model_subject = subject(trial[0])
+    for text in trial[1]:
+        shared = Trials(model_subject.captured)
+        lines = text.splitlines()
+        placing = [line for line in lines if line.split(" ")[0] in ("shard", "column", "row", "vocab", "replicate")]
+        for kept in ([], *([line] for line in placing), placing, placing[::2], []):
+            plan = "\n".join(line for line in lines if line in kept or line not in placing)
+            try:
+                request = ask(
+                    read_plan(Source("trial.parc", plan)), Path(), model_subject.recorded, model_subject.captured
+                )[1]
+                expected = without_lines(Trials(model_subject.captured).place(request)[1])
+            except (PlanError, *REFUSALS):
+                continue
+            assert without_lines(shared.place(request)[1]) == expected
+
+
+def without_lines(reshards: Sequence[Reshard]) -> list[Reshard]:
+    """Return reshards without the plan's lines that cause them: these are numbered otherwise in each plan."""
+    return [replace(reshard, cause=Origin()) for reshard in reshards]
