@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from parc.runtime.launch.launch import KEEP_MEMORY
+from parc.runtime.ranks.processes import KEEP_MEMORY
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

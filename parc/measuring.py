@@ -32,6 +32,7 @@ from parc.runtime.backends.in_process import InProcess
 from parc.runtime.machine.execute import Machine
 from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.ranks.parents import end_with_parent
+from parc.runtime.ranks.processes import KEEP_MEMORY, keep_memory
 
 _REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.1, 64
 """The runs of a probe in each round, of which the fastest counts: the least number (fewer where they take twice the
@@ -421,12 +422,11 @@ def _least(one: Any, other: Any) -> Any:
 
 def _figures_of(ranks: int, device: str) -> dict[str, Any]:
     """Measure with so many processes at once; the figures of the first one."""
-    from parc.runtime.launch.launch import KEEP_MEMORY
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with scratch("measure") as folder:
         out = folder / "figures.json"
-        variables = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        # a run of one rank has no process of its own, whose environment could be set
+        variables = {**os.environ, **(KEEP_MEMORY if ranks > 1 else {}), "OMP_NUM_THREADS": str(max(1, cores // ranks)),
                      "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}  # fmt: skip
         words = [sys.executable, "-m", "parc.measuring", str(ranks), device, str(folder / "store"), str(out)]
         words.append(str(os.getpid()))
@@ -457,6 +457,7 @@ def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 def work(ranks: int, device: str, store: str, out: str, parent: int, rank: int) -> None:
     """Measure as one of several processes, which ``parent`` has started."""
     end_with_parent(parent)
+    keep_memory()
     kind = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if ranks > 1:
         backend = "nccl" if device == "cuda" else "gloo"

@@ -372,8 +372,10 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     from parc.runtime.compare.full_step import full_step
     from parc.runtime.launch.predict import predict
     from parc.runtime.launch.train import train
+    from parc.runtime.ranks.processes import keep_memory
     from parc.runtime.session.session import Session
 
+    keep_memory()
     if args.full_step:
         outcome = full_step(build, device, compile=args.compile)
         if int(os.environ.get("RANK", "0")) == 0:

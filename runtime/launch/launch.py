@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...grammar.scratch import scratch
-from ..ranks.processes import DEVICE, STORE, TIMEOUT_S
+from ..ranks.processes import DEVICE, KEEP_MEMORY, STORE, TIMEOUT_S
 from .failures import Failure, Hanging, read_failure, stop_of
 from .hosts import Hosts
 from .voices import VOICES, Voices, stop_signals
@@ -227,13 +227,6 @@ class _Met(RendezvousHandler):
     def shutdown(self) -> bool:
         """Do nothing: the launcher leaves the other hosts."""
         return True
-
-
-KEEP_MEMORY = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}  # fmt: skip
-"""Settings of glibc. A step allocates the sizes that the last one freed, so freed memory stays with the process, as in
-the caching allocator of a GPU. Large pages save misses of the TLB in products."""
 
 
 def _variables(processes: Processes, folder: Path) -> dict[str, str]:

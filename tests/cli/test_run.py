@@ -29,6 +29,7 @@ from tests.runtime.tiny import DATA, FLAT, ONE, TENSOR, build, profiled
 SAMPLES = """
 import os
 import pathlib
+import resource
 import signal
 import time
 import torch
@@ -63,6 +64,13 @@ def sleeps(number):
 def fails(number):
     if number == 23 and os.environ["RANK"] == "1":
         raise LookupError("the shelf is empty")
+    return good(number)
+
+
+def large(number):
+    bytes([1]) * (64 << 20)
+    with open(pathlib.Path(__file__).with_name("faults"), "a") as file:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt, file=file)
     return good(number)
 """
 
@@ -214,6 +222,18 @@ def two_hosts(folder: Path, *commands: tuple[object, ...], launched: bool = Fals
                 command = [sys.executable, "-m", "parc", "run", *map(str, words)]
                 processes.append(Forked(command, env, stderr=err.fileno()))
         return [(process.wait(90), text.read_text()) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_memory_that_a_rank_alone_frees_stays_with_its_process(folder: Path, tmp_path: Path) -> None:
+    """The kernel would give it again page by page, in each step."""
+    made = build(folder, ONE, FLAT.replace('bytes "*.py"', '"./samples.py:large" ()'), name="large")
+    command = [sys.executable, "-m", "parc", "run", str(made), "--steps", "1", "--no-first-check"]
+    env = {name: value for name, value in environment().items() if not name.startswith("MALLOC_")}
+    with open(tmp_path / "err", "w") as err:
+        assert Forked(command, env, stderr=err.fileno()).wait(60) == 0, (tmp_path / "err").read_text()
+    faults = [*map(int, (folder / "faults").read_text().split())]
+    assert len(faults) >= 8
+    assert faults[7] - faults[1] < (64 << 20) / os.sysconf("SC_PAGE_SIZE"), "the first of 64 MiB alone is new"
 
 
 def test_two_hosts_with_other_builds_or_options_are_told_so_at_once(folder: Path, tmp_path: Path) -> None:
