@@ -37,7 +37,7 @@ from parc.runtime.ranks.processes import KEEP_MEMORY, keep_memory
 _REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.1, 64
 """The runs of a probe in each round, of which the fastest counts: the least number (fewer where they take twice the
 budget), the most, and the budget, the seconds after which no more are made; and the most copies of a line in a run."""
-_MOST_SETS = 8
+_MOST_SETS = 32
 """The most sets of operands with which a program of copies runs."""
 _PAIRS = 15
 """The runs of products beside a message, and of the products alone, that are measured in turn."""
@@ -53,9 +53,9 @@ _ENTRIES = 1 << 18
 _ON_DEVICE = 16
 """The factor by which a GPU gets more entries, as it has more to keep busy."""
 _COLD = 1 << 28
-"""The bytes of the operands and results of a probe's lines together, so that none finds its own in a cache, which
-servers' processors have hundreds of megabytes of: between two runs of a line, a step reads all of its weights and
-activations."""
+"""The bytes of the operands of a probe's lines together, unless these are small or slow, so that none finds its own in
+a cache, which servers' processors have hundreds of megabytes of: between two runs of a line, a step reads all of its
+weights and activations."""
 _EXPERTS, _ROWS = 8, (32, 256)
 """The experts of the grouped products that are measured, and the rows of each."""
 _MESSAGES = (1 << 8, 1 << 18, 1 << 22)
@@ -82,9 +82,9 @@ class TimedLine:
         operands = {f"{name}{at}": type_ for name, type_ in self.operands.items()}
         return replace(self, operands=operands, line=words.sub(rf"\g<1>{at}", self.line))
 
-    def local_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes of its operands and results on one rank."""
-        types = [*self.operands.values(), *self.types.split("; ")]
+    def local_bytes(self, mesh: Mesh, *, results: bool = True) -> int:
+        """Return the bytes of its operands and ``results`` on one rank."""
+        types = [*self.operands.values(), *(self.types.split("; ") if results else ())]
         return sum(parse_type(text, mesh).local_bytes(mesh) for text in types)
 
 
@@ -225,12 +225,12 @@ class Bench:
     def seconds(self, *lines: TimedLine, budget: float = _BUDGET_S) -> float:
         """Return the least time of lines, each with other operands whenever it runs. Lines that are slow beside their
         bytes, as bfloat16 products of a processor without them, get no more copies than they run in the budget."""
-        moved = sum(line.local_bytes(self.mesh) for line in lines)
+        read = sum(line.local_bytes(self.mesh, results=False) for line in lines)
         alone = self.fastest(self._run_of(lines), 2)
         if alone > budget:
             return alone
-        count = max(1, min(_MOST_COPIES, math.ceil(_COLD / moved), int(_BUDGET_S / alone)))
-        sets = min(_MOST_SETS, math.ceil(_COLD / (moved * count)))
+        count = max(1, min(_MOST_COPIES, math.ceil(_COLD / read), int(_BUDGET_S / alone)))
+        sets = min(_MOST_SETS, math.ceil(_COLD / (read * count)))
         return self.fastest(self._run_of(lines * count, sets), budget=budget) / count
 
     def _run_of(self, lines: tuple[TimedLine, ...], sets: int = 1) -> Callable[[], float]:
@@ -339,7 +339,7 @@ def _grouped(bench: Bench, rows: int) -> tuple[int, int, float]:
 def _update(bench: Bench, more: int) -> tuple[int, float]:
     """Return the bytes of an update of AdamW, and its least time."""
     count = (1 << 21) * more
-    parameters = [torch.zeros(count, device=bench.device) for _ in range(math.ceil(_COLD / (28 * count)))]
+    parameters = [torch.zeros(count, device=bench.device) for _ in range(math.ceil(_COLD / (16 * count)))]
     for parameter in parameters:
         parameter.grad = torch.zeros(count, device=bench.device)
     optimizer = torch.optim.AdamW(parameters, fused=True)

@@ -136,6 +136,8 @@ def _stops_said() -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, _: object) -> None:
+        for other in stop_signals():  # a second one would end the process before it has said why
+            signal.signal(other, signal.SIG_IGN)
         if says_the_end():
             say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
             sys.stderr.flush()
@@ -446,7 +448,8 @@ def _rank(args: argparse.Namespace) -> int:
         code = _train_rank(args)
     except Exception as error:
         failure = failure_of(int(os.environ["RANK"]), error)
-        if VOICES not in os.environ:  # torchrun stops this rank where another has ended: not before it has said why
+        # torchrun stops this rank where another has ended: not before it has said why
+        if VOICES not in os.environ and threading.current_thread() is threading.main_thread():
             for number in stop_signals():
                 signal.signal(number, signal.SIG_IGN)
         try:
@@ -454,7 +457,9 @@ def _rank(args: argparse.Namespace) -> int:
         except OSError:  # the disk is full, say: this may be why it failed
             say(failure.text())
         else:
-            if VOICES not in os.environ and (says_the_end() or not failure.expected):
+            # a rank that only lost another leaves it to that one, or to the next, to say why
+            says = not failure.follows and VOICES not in os.environ and says_the_end()
+            if says or (VOICES not in os.environ and not failure.expected):
                 say(failure.text())
         code = failure.exit_code
     LIFELINE.remove_traces()

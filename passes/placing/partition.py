@@ -133,6 +133,10 @@ class Partition:
         )
         moved = {key[0] for key, at in splits.items() if at != before[key]}
         moved.update(node for node in parts.keys() | parts_before.keys() if parts.get(node) != parts_before.get(node))
+        asked = self.placed.gathered ^ self.like.placed.gathered
+        for mine, theirs in ((self.placed.whole, self.like.placed.whole), (self.placed.sites, self.like.placed.sites)):
+            asked |= {at for at in mine.keys() | theirs.keys() if mine.get(at) != theirs.get(at)}
+        moved.update(node for key, _ in asked for node in (key[0], *self.readers.get(key, ())))
         return moved.union(*(nodes ^ self.like.hoisted_over[axis] for axis, nodes in self.hoisted_over.items()))
 
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
@@ -425,6 +429,7 @@ class Partition:
                 self.emitted[node] = self.last
                 yield from self.last.reshards
         before = len(self.reshards)
+        self.last = _Emitted({})
         self._outputs()
         yield from self.reshards[before:]
 
@@ -450,7 +455,7 @@ class Partition:
         if self.like is None:
             return None
         known = self.like.emitted.get(node)
-        self.is_alike = self.is_alike and known is not None and node not in self.moved
+        self.is_alike = self.is_alike and known is not None and not known.alone and node not in self.moved
         if known is None or known.alone or node in self.moved:
             return None
         if self.is_alike:  # and so is all that it reads

@@ -46,12 +46,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 def says_the_end() -> bool:
     """Return whether this rank, which torchrun started, is the one of its host that says why the run ends: the first
-    that asks. Torchrun stops the others as soon as one has ended, so that none can be named beforehand."""
+    that asks. Torchrun stops the others as soon as one has ended, so that none can be named beforehand. Where it keeps
+    no files of failures, as in a run that was started by hand, it is the first rank."""
     path = os.environ.get(ERROR_FILE)
-    if not path:  # started by hand
+    if not path or "TORCHELASTIC_RUN_ID" not in os.environ:
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        Path(path).parent.with_name(_END_SAID).touch(exist_ok=False)  # beside the folders of the host's ranks
+        (Path(path).parent.parent / _END_SAID).touch(exist_ok=False)  # beside the folders of the host's ranks
     except FileExistsError:
         return False
     except OSError:  # the disk is full, say: better twice than never

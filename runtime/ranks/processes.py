@@ -35,8 +35,9 @@ KEEP_MEMORY = {
 }  # fmt: skip
 """Settings of glibc. A step allocates the sizes that the last one freed, so freed memory stays with the process, as in
 the caching allocator of a GPU. Large pages save misses of the TLB in products."""
-_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_MMAP_MAX_": (-4, 0)}
-"""The options of glibc's ``mallopt`` for the same in a process that runs already, with their values: -1 trims never."""
+_MALLOPT = {("MALLOC_TRIM_THRESHOLD_", "trim_threshold"): (-1, -1), ("MALLOC_MMAP_MAX_", "mmap_max"): (-4, 0)}
+"""The options of glibc's ``mallopt`` for the same in a process that runs already, with their values, by the variable
+and the tunable that set them: -1 trims never."""
 TIMEOUT_S = 300.0
 
 _timeout: timedelta | None = None
@@ -63,8 +64,8 @@ def keep_memory() -> None:
     """Set ``KEEP_MEMORY`` in this process, where its environment says nothing else. Large pages are not among it: a
     process gets them from its start on, or not. Nothing is set where the C library has no such options."""
     library = ctypes.CDLL(None)
-    for name, option in _MALLOPT.items() if hasattr(library, "mallopt") else ():
-        if name not in os.environ:
+    for (name, tunable), option in _MALLOPT.items() if hasattr(library, "mallopt") else ():
+        if name not in os.environ and f".{tunable}=" not in os.environ.get("GLIBC_TUNABLES", ""):
             library.mallopt(*option)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Origin
-from parc.compiling.driver import REFUSALS
+from parc.compiling.driver import REFUSALS, compile_plan
 from parc.compiling.request import ask
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
@@ -96,3 +96,43 @@ def test_placements_tried_one_after_the_other_are_those_of_each_alone(trial: tup
 def without_lines(reshards: Sequence[Reshard]) -> list[Reshard]:
     """Return reshards without the plan's lines that cause them: these are numbered otherwise in each plan."""
     return [replace(reshard, cause=Origin()) for reshard in reshards]
+
+
+AVERAGED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.register_buffer("now", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.down(torch.relu(self.up(x)))
+        self.now = y.detach().mean((0, 1))
+        return y
+
+def square(output):
+    return output.square().mean()
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["column up over tp", "row down over tp"]])
+def test_a_trial_after_another_tells_what_outputs_and_lines_need_too(tmp_path: Path, more: list[str]) -> None:
+    """A buffer's sum over ranks is behind the last operator; a line that keeps a value whole changes no placement."""
+    (tmp_path / "net.py").write_text(AVERAGED)
+    head = [
+        'model "./net.py:Net" ()', "input x float32 [B, 4, 8]", "sizes B=8", 'loss "./net.py:square"(output)',
+        "optimizer sgd lr 0.1", "mesh dp=2, tp=2", "shard x [B/dp, _, _]",
+    ]  # fmt: skip
+    compiled = compile_plan(read_plan(Source("net.parc", "\n".join(head) + "\n")), tmp_path)
+
+    def place(trials: Trials, lines: list[str]) -> list[Reshard]:
+        plan = read_plan(Source("net.parc", "\n".join([*head, *lines]) + "\n"))
+        return without_lines(trials.place(ask(plan, tmp_path, compiled.recorded, compiled.captured)[1])[1])
+
+    shared = Trials(compiled.captured)
+    for lines in (more, more, [*more, "shard out(down) [_, _, _]"], more):
+        expected = place(Trials(compiled.captured), lines)
+        assert expected and place(shared, lines) == expected

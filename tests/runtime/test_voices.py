@@ -127,6 +127,7 @@ def test_under_torchrun_the_first_rank_of_a_host_to_end_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Torchrun stops rank 0 as soon as another has failed, maybe before it can say anything."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     for local, says in ((2, True), (0, False), (1, False)):
         (tmp_path / str(local)).mkdir()
         monkeypatch.setenv("LOCAL_RANK", str(local))
