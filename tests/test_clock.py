@@ -174,12 +174,12 @@ def test_a_measured_program_runs_each_line_on_operands_of_its_own(lines: Iterabl
 @pytest.mark.parametrize(
     ("entries", "each", "copies"),
     [(64, 1.0, [(1, 1)]), (64, 0.04, [(1, 1), (2, 32)]), (64, 1e-6, [(1, 1), (64, 32)]),
-     (1 << 17, 1e-6, [(1, 1), (64, 4)]), (1 << 20, 1e-6, [(1, 1), (32, 1)])],
+     (1 << 17, 1e-6, [(1, 1), (64, 3)]), (1 << 20, 1e-6, [(1, 1), (24, 1)])],
 )  # fmt: skip
 def test_a_line_is_measured_in_no_more_copies_than_a_cache_holds_or_the_budget_has_time_for(
     entries: int, each: float, copies: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies in a program, and sets of operands with which it runs: 256 MiB together, of large lines."""
+    """Copies in a program, and sets of operands with which it runs: 192 MiB together, of large lines."""
     programs = list[tuple[int, int]]()
 
     def run_of(_bench: Bench, lines: tuple[TimedLine, ...], sets: int = 1) -> Callable[[], float]:
