@@ -457,9 +457,8 @@ def _rank(args: argparse.Namespace) -> int:
         except OSError:  # the disk is full, say: this may be why it failed
             say(failure.text())
         else:
-            # a rank that only lost another leaves it to that one, or to the next, to say why
-            says = not failure.follows and VOICES not in os.environ and says_the_end()
-            if says or (VOICES not in os.environ and not failure.expected):
+            # a rank that only lost another says so, and leaves it to that one, or to the next, to say why
+            if VOICES not in os.environ and (failure.follows or says_the_end() or not failure.expected):
                 say(failure.text())
         code = failure.exit_code
     LIFELINE.remove_traces()

@@ -226,8 +226,8 @@ def two_hosts(folder: Path, *commands: tuple[object, ...], launched: bool = Fals
 
 def test_memory_that_a_rank_alone_frees_stays_with_its_process(folder: Path, tmp_path: Path) -> None:
     """The kernel would give it again page by page, in each step."""
-    made = build(folder, ONE, FLAT.replace('bytes "*.py"', '"./samples.py:large" ()'), name="large")
-    command = [sys.executable, "-m", "parc", "run", str(made), "--steps", "1", "--no-first-check"]
+    built = build(folder, ONE, FLAT.replace('bytes "*.py"', '"./samples.py:large" ()'), name="large")
+    command = [sys.executable, "-m", "parc", "run", str(built), "--steps", "1", "--no-first-check"]
     env = {name: value for name, value in environment().items() if not name.startswith("MALLOC_")}
     with open(tmp_path / "err", "w") as err:
         assert Forked(command, env, stderr=err.fileno()).wait(60) == 0, (tmp_path / "err").read_text()
