@@ -207,9 +207,11 @@ def test_state_in_python_is_compared_by_its_values(tmp_path: Path) -> None:
     assert len(holds.rates) == 3 and box == {"calls": 1}
 
 
-def test_an_iterator_cannot_be_compared(tmp_path: Path) -> None:
+def test_an_iterator_cannot_be_compared_unless_it_has_not_begun(tmp_path: Path) -> None:
     model: Any = nn.Identity()
-    model.batches = iter([1, 2])
+    model.batches = (batch for batch in [1, 2])
     state = PythonState([model], tmp_path)
-    state.take()
-    assert not state.whole
+    before = state.take()
+    assert state.whole
+    next(model.batches)
+    assert state_changes(before, state.take()) == ("batches",) and not state.whole

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from enum import Enum
 from functools import cached_property
+from inspect import GEN_CREATED, getgeneratorstate
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from ...grammar.bounded import real_path
 from .callables import CallableError, load_callable
 from .faults import CaptureError, calling_frame
 from .tensors_left import Cache, ClosureCell, Names, Place
-from .writes import CLAMPS, NO_LIMITS, WeightLimits, limits_of
+from .writes import CLAMPS, NO_LIMITS, WeightLimits, clamped_again, limits_of
 
 # ---- what is refused
 
@@ -164,7 +165,7 @@ class _Functions(TorchFunctionMode):
 @final
 class _Operators(TorchDispatchMode):
     """A mode that notes writes to the memory of parameters, and draws from generators of their own. Parameters with
-    ``limits`` may be clamped to these: for the first time before anything reads them."""
+    ``limits`` may be clamped to these, by one call or several, before anything reads them."""
 
     def __init__(
         self, faults: list[CaptureError], parameters: Mapping[str, Tensor], limits: Mapping[str, WeightLimits]
@@ -173,8 +174,8 @@ class _Operators(TorchDispatchMode):
         self._faults, self._parameters, self._limits = faults, parameters, limits
         self._memory = {p.untyped_storage()._cdata: name for name, p in parameters.items() if p.numel()}
         self._read = set[str]()
-        self.clamped = set[str]()
-        """The parameters that were clamped to their limits before they were read."""
+        self.clamped: dict[str, WeightLimits] = {}
+        """The limits to which parameters were clamped before they were read."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -201,17 +202,16 @@ class _Operators(TorchDispatchMode):
         return self._memory.get(value.untyped_storage()._cdata)
 
     def _clamps(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a write clamps all of a parameter to its limits, the first time before anything reads it."""
+        """Return whether a write clamps all of a parameter, before anything reads it or without changing a thing."""
         operator, parameter = func._schema.name.removeprefix("aten::").removesuffix("_"), self._parameters[name]
         limits = limits_of(operator, args, kwargs) if operator in CLAMPS else None
         if limits is None or args[0].numel() != parameter.numel():
             return False
-        if limits == NO_LIMITS:  # nothing changes
+        before = self.clamped.get(name, NO_LIMITS)
+        if (both := clamped_again(before, limits)) == before:
             return True
-        if self._limits.get(name) != limits or (name in self._read and name not in self.clamped):
-            return False
-        self.clamped.add(name)
-        return parameter.requires_grad
+        self.clamped[name] = both
+        return parameter.requires_grad and name in self._limits and name not in self._read
 
 
 def _write_fault(name: str, parameter: Tensor, source: str = "") -> CaptureError:
@@ -243,7 +243,7 @@ def observing(
         functions = within.enter_context(_Functions(faults))
         operators = within.enter_context(_Operators(faults, {name: p for name, (p, _) in before.items()}, limits))
         yield faults
-    faults += [_write_fault(name, before[name][0]) for name in limits if name not in operators.clamped]
+    faults += [_write_fault(name, before[name][0]) for name in limits if operators.clamped.get(name) != limits[name]]
     for name, parameter in model.named_parameters():
         first, memory = before.get(name, (None, 0))
         if parameter is not first or parameter.untyped_storage()._cdata != memory:
@@ -448,8 +448,9 @@ class PythonState:
         if isinstance(value, (types.FunctionType, types.MethodType)) or hasattr(value, "__wrapped__"):
             return id(value), self._of_function(path, value)
         if hasattr(type(value), "__next__"):
-            self.whole = False
-            return id(value), ()
+            is_fresh = isinstance(value, types.GeneratorType) and getgeneratorstate(value) == GEN_CREATED
+            self.whole = self.whole and is_fresh  # a context manager that decorates a function holds a fresh one
+            return (id(value), is_fresh), ()
         package = type(value).__module__.partition(".")[0]
         if isinstance(value, type) and self._is_own(value):
             return id(value), _of_class(path, value)

@@ -40,6 +40,19 @@ def limits_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> We
     return None if low == -math.inf else float(low), None if high == math.inf else float(high)
 
 
+def clamped_again(limits: WeightLimits, by: WeightLimits) -> WeightLimits:
+    """Return the limits of a tensor that is clamped to ``limits`` and then to those of another clamp.
+
+    >>> clamped_again((0.5, None), (None, 2.0)), clamped_again((0.0, 1.0), (2.0, 3.0))
+    ((0.5, 2.0), (2.0, 2.0))
+    """
+    low, high = -math.inf, math.inf
+    for least, most in (limits, by):
+        least, most = -math.inf if least is None else least, math.inf if most is None else most
+        low, high = (min(max(limit, least), most) for limit in (low, high))  # as torch clamps where the least is more
+    return None if low == -math.inf else low, None if high == math.inf else high
+
+
 class HiddenWrites(TorchFunctionMode):
     """A mode that shows a trace what it does not see: ``x.data`` is ``x.detach()``, an assignment to the ``data`` of a
     buffer writes into it, and so does an instance norm with running statistics.
@@ -76,8 +89,9 @@ class HiddenWrites(TorchFunctionMode):
         written = next((x for data, x in self._data if data is args[0]), args[0])
         parameter = next((name for name, p in self._model.named_parameters() if p is written), None)
         limits = limits_of(name, args, kwargs)
-        if parameter is None or limits is None or self._limits.get(parameter, limits) != limits:
+        if parameter is None or limits is None:
             return False
+        limits = clamped_again(self._limits.get(parameter, NO_LIMITS), limits)
         if limits != NO_LIMITS:
             self._limits[parameter] = limits
         return True

@@ -135,7 +135,7 @@ class _Runs:
         if packs and first[-1].requires_grad:
             self._check_packs(inputs, packs[0])
         kept = state_changes(states[0], states[2])
-        if kept and self._subject.limits:
+        if self._subject.limits and (kept or not self.state.whole):
             raise self._not_always(kept)
         later = self._forward(others) if others is not None and (kept or not self.state.whole) else ()
         changed = state_changes(states[1], states[2], tensors=False)
@@ -170,7 +170,8 @@ class _Runs:
     def _not_always(self, kept: Sequence[str]) -> CaptureError:
         """Return the error of a clamp beside state in Python: another step may clamp otherwise, or not at all."""
         clamped = listed(sorted(self._subject.limits))
-        message = f"the forward clamps {clamped} and leaves {listed(kept)} in Python, by which a later step may not"
+        left = f"leaves {listed(kept)}" if kept else "has an iterator"
+        message = f"the forward clamps {clamped} and {left} in Python, by which a later step may not"
         help_ = "clamp to the same numbers in every step, and leave nothing in Python, or leave the clamp out"
         return CaptureError("written", message, help=help_)
 

@@ -203,7 +203,7 @@ class Net(nn.Module):
         return F.linear(h, self.weight) / self.least
 
     make_clamped_late = make_clamped_part = make_clamped_twice = make_clamped_added = make_clamped
-    make_clamped_again = make_clamped_at_first = make_clamped_by_tensors = make_clamped
+    make_clamped_again = make_clamped_at_first = make_clamped_by_tensors = make_clamped_between = make_clamped
 
     def clamped_again(self, h):
         for _ in range(2):
@@ -238,8 +238,24 @@ class Net(nn.Module):
         return F.linear(h, self.weight) / self.least
 
     def clamped_twice(self, h):
+        self.weight.data.clamp_min_(-0.5)
         for most in (0.5, 0.25):
             self.weight.data.clamp_(max=most)
+        return F.linear(h, self.weight) / self.least
+
+    def clamped_between(self, h):
+        for most in (0.5, 0.25):
+            self.weight.data.clamp_(max=most)
+            h = F.linear(h, self.weight)
+        return h / self.least
+
+    def make_clamped_by_turns(self):
+        self.make_clamped()
+        self.turns = iter([True, False])
+
+    def clamped_by_turns(self, h):
+        if next(self.turns, True):
+            self.weight.data.clamp_(-0.5, 0.5)
         return F.linear(h, self.weight) / self.least
 
     def make_momentum_buffer(self):
