@@ -23,6 +23,11 @@ class Storages(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
 
+    def __enter__(self) -> Storages:
+        gc.freeze()  # garbage is looked for among newer objects alone: a process may have millions of older ones
+        super().__enter__()
+        return self
+
     @property
     def bytes(self) -> int:
         """The bytes alive now. Storages may have been resized, as FSDP2 does."""
@@ -32,10 +37,14 @@ class Storages(TorchDispatchMode):
         """Return the most bytes alive in a step, after two that make the optimizer's state."""
         for _ in range(2):
             step()
-        gc.collect()
-        self.peak = self.bytes
+        self.begin()
         step()
         return self.peak
+
+    def begin(self) -> None:
+        """Let go of garbage, and begin the peak anew with what is alive."""
+        gc.collect()
+        self.peak = self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if DTensor in types:

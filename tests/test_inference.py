@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 from collections.abc import Callable
@@ -104,8 +103,7 @@ def test_a_prediction_takes_the_memory_that_was_estimated(lines: str, tmp_path: 
     with Storages() as storages, parc.load(path) as session:
         batch = {"tokens": torch.zeros(16, 32, dtype=torch.int64)}
         session.predict(batch, split=True)
-        gc.collect()
-        storages.peak = storages.bytes
+        storages.begin()
         at = session.evaluation._by_sizes()
         work = at.stepper.begin([session.state], [at.feed.cut(batch)], 0, keep=False)
         at.stepper.evaluate(work, 0, returns=True)

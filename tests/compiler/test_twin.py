@@ -33,11 +33,11 @@ shard c.weight [o/e/f, _]
 
 
 def test_what_is_wrong_with_one_repetition_of_a_large_build_is_not_certified() -> None:
-    rows = LARGE.rows(["gpt dp=8, tp=2"], 1)
+    rows = LARGE.rows(["gpt dp=8, tp=2"], 1, share=4)
     print(table_text(rows))
     assert not [what for row in rows.values() for what in row.accepted]
-    assert len(rows) >= 20
-    assert sum(row.first["certificate"] for row in rows.values()) >= 10
+    assert len(rows) >= 15
+    assert sum(row.first["certificate"] for row in rows.values()) >= 5
 
 
 def test_a_twin_is_nowhere_larger_than_its_build() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,8 +59,7 @@ def peak_of_a_step(folder: str) -> tuple[str, int]:
         overlaps = report["pipeline"]["schedule"] == "async"  # on the plan's own data
         for _ in range(1 + overlaps):
             session.step(None if overlaps else given)
-        gc.collect()
-        storages.peak = storages.bytes
+        storages.begin()
         session.step(None if overlaps else given)
         session.close()
     return session.products.name, storages.peak
@@ -181,8 +179,7 @@ def test_attention_with_dropout_takes_the_scores_of_a_tile(tmp_path: Path) -> No
     made = build(tmp_path, "", DROPPED)
     with Storages() as storages, parc.load(made, "cpu") as session:
         session.step()
-        gc.collect()
-        storages.peak = storages.bytes
+        storages.begin()
         session.step()
     (estimate,) = estimated(made)
     assert estimate["BLAS"] < 4 * 4 * 256 * 256 * (4 + 8), "all scores and their numbers are held at once"
