@@ -214,7 +214,7 @@ class Partition:
         if source == "P":
             # a sum belongs to the block of its operand, so that the first of equal blocks equals the others
             summed = noted(form).origin
-            self.origin = replace(summed, plan=self.placed.lines.get(key[0], summed.plan))
+            self.origin = replace(summed, plan=self._line_of(key, axes, summed.plan))
             if self.last_block == noted(form).block:
                 self.block = noted(form).block
         how = ",".join(axes), str(source), str(result)
@@ -229,10 +229,22 @@ class Partition:
             self._note_reshards(key, have, want, axes)
         return node
 
+    def _line_of(self, key: ValueKey, axes: tuple[str, ...], default: int) -> int:
+        """Return the line that placed a value; of one that is partial, that of the operator which left it so: a scale
+        or a cast in front of the sum is no cause of it."""
+        node = key[0]
+        while computes(node):
+            summed = (key_of(value) for value in operands_of(node))
+            before = next((v for v in summed if v in self.state and self.state[v][axes[0]] == "P"), None)
+            if before is None:
+                break
+            node = before[0]
+        return self.placed.lines.get(node, default)
+
     def _note_reshards(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> None:
         """Note a conversion for reports, once for each axis of the mesh."""
         whole = any((key, axis) in self.placed.whole for axis in axes)
-        cause = self.origin if whole else replace(self.origin, plan=self.placed.lines.get(key[0], self.origin.plan))
+        cause = self.origin if whole else replace(self.origin, plan=self._line_of(key, axes, self.origin.plan))
         named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
         itemsize = fake(key).dtype.itemsize
         size = math.prod(self.type_of(key, have).local(self.mesh)) * itemsize

@@ -142,9 +142,13 @@ class _Propagation:
         """Note a line as the cause of a placement that propagation had found before."""
         if self.placed.splits[claim.value].get(claim.axis) == claim.split:
             self.placed.lines[claim.value[0]] = line
-            for reader in self.readers.get(claim.value, []):
-                if claim.axis in self.placed.parts[reader]:
-                    self.placed.lines[reader] = line
+            values = [claim.value]
+            for value in values:
+                for reader in self.readers.get(value, []):
+                    if claim.axis in self.placed.parts[reader]:
+                        self.placed.lines[reader] = line
+                    if _casts_placeholder(reader) and (reader, 0) != value:
+                        values.append((reader, 0))  # `precision` lays a cast between a weight and its product
 
     def nests(self, key: ValueKey, axis: str, split: Split) -> bool:
         """Return True for a split that divides its dim together with the other axes there."""

@@ -55,6 +55,37 @@ def lines(program: Program) -> Iterator[tuple[Line, list[torch.dtype], list[torc
                 yield line, [t for t in reads if t.is_floating_point], [t for t in makes if t.is_floating_point]
 
 
+SCALED = NORM.replace("self.embed(tokens)", "self.embed(tokens) * 4.0").replace("Norm(nn", "Scaled(nn")
+SCALED_PLAN = """\
+model     "./net.py:Scaled"
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=16
+loss      cross_entropy(output, targets)
+optimizer sgd lr 0.1
+mesh      dp=2, tp=2
+shard     tokens, targets [B/dp, _]
+column    up over tp
+vocab     embed, head over tp
+"""
+
+
+def test_products_and_sums_name_the_line_of_their_weight_whatever_lies_between(tmp_path: Path) -> None:
+    """A cast of ``precision`` lies between a weight and its product, a scale between a lookup and its sum."""
+    (tmp_path / "net.py").write_text(SCALED)
+    for text, folder in ((PLAN + TENSOR, None), (PLAN + TENSOR + BF16, None), (SCALED_PLAN, tmp_path)):
+        build = (compiled(text, folder) if folder else compiled(text)).build
+        texts = dict(enumerate(text.splitlines(), 1))
+        named = set()
+        for line, _, _ in lines(build.programs["F"]):
+            if line.op in ("aten.mm.default", "aten.addmm.default"):
+                named.add(module := line.origin.module.rpartition(".")[2])
+                assert module in texts[line.origin.plan], line
+            if line.op == "parc.all_reduce":
+                assert texts[line.origin.plan].split()[0] in ("row", "vocab"), line
+        assert named >= ({"up", "head"} if folder else {"qkv", "out", "up", "down", "head"})
+
+
 def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Path) -> None:
     whole, half = report_of(compiled(PLAN + BOTH)), simulated(compiled(PLAN + BOTH + BF16))
 
