@@ -119,9 +119,11 @@ def find_twin(compiled: Compiled) -> Compiled:
         if (mesh, arguments) in tried:
             continue
         tried.append((mesh, arguments))
-        for sizes in _smaller_sizes(compiled, mesh, chosen):
+        small = [(sizes, values) for sizes in _smaller_sizes(compiled, mesh, chosen)
+                 for values in models.lengths(sizes, arguments)]  # fmt: skip
+        for sizes, values in small:
             try:
-                twin = _small_enough(_compiled(compiled, mesh, sizes, arguments, models.stages(mesh, arguments)))
+                twin = _small_enough(_compiled(compiled, mesh, sizes, values, models.stages(mesh, values)))
             except PlanError as error:  # "too large" is the better message than "no sizes of the model"
                 if problem is None or error.diagnostics[0].code is NO_TWIN:
                     problem = error
@@ -369,6 +371,20 @@ class SmallModels:
         names = [name for name, value in self._of_model.items() if value == layer.experts]
         fewer = ({**chosen, name: experts} for name in names if chosen.get(name, layer.experts) != experts)
         return next((arguments for arguments in fewer if self._has_experts(arguments, experts)), chosen)
+
+    def lengths(self, sizes: Mapping[str, int], arguments: SmallArguments) -> Iterator[SmallArguments]:
+        """Yield the arguments, and then with a number of the model that is a size of the plan, as small as that size
+        is: where a GPT has as many positions as its sequences have tokens, ``positions[:length]`` is no slice."""
+        yield arguments
+        large = self._compiled.plan.sizes
+        smaller = {
+            name: max(sizes[size] for size in sizes if large[size].high == value)
+            for name, value in self._of_model.items()
+            if name not in arguments and any(large[size].high == value > sizes[size] for size in sizes if size != BATCH)
+        }
+        yield from ({**arguments, name: value} for name, value in smaller.items())
+        if len(smaller) > 1:
+            yield {**arguments, **smaller}
 
     def stages(self, mesh: Mesh, arguments: SmallArguments) -> tuple[Stage, ...]:
         """Return the plan's stages for a smaller model, whose widths the plan's cuts do not balance: stages have equal

@@ -54,6 +54,27 @@ def test_a_mesh_of_six_axes_has_a_twin() -> None:
     assert twin.mesh == compilation.mesh
 
 
+_POSITIONS = """
+import torch
+from torch import nn
+
+class Positions(nn.Module):
+    def __init__(self, length=128, width=8):
+        super().__init__()
+        self.table, self.places = nn.Linear(width, width), nn.Parameter(torch.zeros(length, width))
+
+    def forward(self, x):
+        return self.table(x + self.places[: x.shape[1]])
+"""
+
+
+def test_a_twin_of_shorter_sequences_has_no_more_positions_than_these(tmp_path: Path) -> None:
+    """In the build ``places[: 128]`` is no slice, and would be one beside the 128 places of the build."""
+    compilation = compiled_net(tmp_path, _POSITIONS, 'Positions"', shape="B, S, 8", sizes="B=64, S=128")
+    twin = find_twin(compilation)
+    assert twin.overrides == {"length": 32} and {name: size.high for name, size in twin.plan.sizes.items()}["S"] == 32
+
+
 _PICTURES = """
 import torch
 from torch import nn
