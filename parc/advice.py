@@ -18,7 +18,6 @@ from typing import Any
 from parc.compiler.analysis.across_nodes import sent_across
 from parc.compiler.analysis.communication import communication_table
 from parc.compiler.analysis.liveness import local_bytes
-from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.model_calls import forward_text, made_in_eval, passed_on
 from parc.compiler.initial.files import WeightsError, open_weights, shown_faults, state_tensors
 from parc.compiler.layout.collectives import RINGS
@@ -32,10 +31,10 @@ from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
 from parc.compiler.resolve.in_graph import RING_METHODS
 from parc.compiling.compiled import Compiled
+from parc.compiling.microbatches import averaged_term
 from parc.compiling.request import ask
 from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.codes import (
-    AVERAGED,
     MADE_IN_EVAL,
     MEANT_OTHERWISE,
     NODE_ORDER,
@@ -300,22 +299,9 @@ def _in_eval(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Warn of terms of the loss whose mean over microbatches may not be their value for the whole batch. For an entry
-    of the model's output beside other terms, such as an auxiliary loss of experts, it is a note."""
-    loss, many = compiled.plan.loss, compiled.plan.microbatches
+    """Warn of terms of the loss whose mean over microbatches may not be their value for the whole batch."""
     for number in compiled.built.averaged:
-        alone, auxiliary = len(loss.terms) == 1, loss.terms[number - 1].kind == "output"
-        averaged = f"the losses of {many} microbatches are averaged"
-        if not alone:
-            averaged = f"term {number} of the loss is averaged over {many} microbatches"
-        yield Diagnostic(
-            AVERAGED, f"{averaged}, which may not be the whole batch's {'loss' if alone else 'value'}",
-            Label(loss.span if alone else loss.term_span(number)),
-            notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
-            help="exact are means, sums, `cross_entropy(…)`, `(losses * mask).sum() / mask.sum()` of a mask that is "
-            "made of inputs alone, and a sum that the plan divides: `/ N`, or `/ INPUT`",
-            severity=Severity.NOTE if auxiliary and not alone else Severity.WARNING,
-        )  # fmt: skip
+        yield averaged_term(compiled, number)
 
 
 def _rounded_updates(compiled: Compiled) -> Iterator[Diagnostic]:

@@ -54,6 +54,17 @@ def wide(way):
     return Inside(way).double()
 
 
+class AtFirst(nn.Module):  # its loss is no mean over samples until its bias moves
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bias = nn.Linear(8, 5), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x):
+        out = self.fc(x) + self.bias
+        at_first = (self.bias.detach().sum() == 0).float()
+        return {"out": out, "loss": out.square().mean() + at_first * out.mean(0).square().sum()}
+
+
 def total(out):
     return out.square().sum()
 
@@ -176,6 +187,15 @@ def test_a_term_that_is_no_sum_is_not_divided(tmp_path: Path) -> None:
     compilation = built(tmp_path, '"./models.py:mean"(output.out) / 8')
     with pytest.raises(PlanError, match=r"P0285.*in microbatches, but .* on the whole batch"):
         check_build(compilation)
+
+
+def test_a_term_that_is_its_mean_on_some_batches_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that balances experts is nearly a mean, and is one where all microbatches choose alike."""
+    monkeypatch.setattr(driver, "measure_of", lambda *_, **__: lambda terms: [{"mean"}])
+    compilation = built(tmp_path, "output.loss", "", model="AtFirst")
+    assert divisors(compilation) == ["mean"]
+    warnings = checked(compilation).warnings
+    assert [one.code.name for one in warnings] == ["P0217"] and "4 microbatches are averaged" in warnings[0].message
 
 
 def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

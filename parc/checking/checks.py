@@ -42,7 +42,7 @@ from parc.compiler.verify.step import (
 )
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
-from parc.compiling.microbatches import StepInParts
+from parc.compiling.microbatches import StepInParts, averaged_term
 from parc.compiling.observation import number_changed
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.codes import AVERAGED, NOT_COMBINED, UNSCALED
@@ -328,7 +328,7 @@ def _check_whole_batch(compiled: Compiled) -> tuple[Diagnostic, ...]:
     if errors:
         raise PlanError(errors)
     decided = {*averaged, *plan.loss.summed, *plan.loss.counted}
-    return tuple(
+    return *(averaged_term(compiled, number) for number in whole.averaged), *(
         _not_measured(plan, number, divisions[number - 1], reason)
         for number, reason in whole.unknown.items()
         if number not in decided and may_read_size(reference, number, divisions[number - 1], plan.unbatched)

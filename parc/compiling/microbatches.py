@@ -12,7 +12,7 @@ import math
 import random
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from parc.compiler.analysis.samples import averaging_reason
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.complex.form import real_form
 from parc.compiler.capture.model_calls import TaskLines, model_builder
@@ -42,6 +43,8 @@ from parc.compiler.resolve.requests import Choices
 from parc.compiler.resolve.stage_cuts import numbers_of, products_of
 from parc.compiling.compiled import Compiled
 from parc.compiling.plan_capture import input_specs
+from parc.grammar.codes import AVERAGED
+from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.passes.pipeline import Measure, TermPrograms
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.plain import CPU, PlainModule
@@ -128,6 +131,8 @@ class WholeBatch(NamedTuple):
 
     wrong: Sequence[WrongTerm] = ()
     unknown: Mapping[int, str] = MappingProxyType({})
+    averaged: Sequence[int] = ()
+    """The terms whose mean over microbatches is the whole batch's value on some batches and not on this one."""
 
 
 class NotMeasured(Exception):
@@ -190,7 +195,7 @@ class StepInParts:
             return WholeBatch()
         counting = [function for function in reference.functions if function.name == "count"]
         programs = [replace(reference, functions=(function,)) for function in counting]
-        batches, wrong = self.batches([*programs, reference], _DRAWS), []
+        batches, wrong, at_times = self.batches([*programs, reference], _DRAWS), list[WrongTerm](), list[int]()
         counts = [{key: value for program in programs for key, value in _results(program, batch).items()}
                   for batch in batches]  # fmt: skip
         try:
@@ -203,9 +208,23 @@ class StepInParts:
             counted = [of_part[key] for of_part in counts] if division.by == "count" else None
             if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
                 continue
-            wrong.append(WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss))
+            if division.by == "mean" and self._may_be_a_mean([*programs, reference], number):
+                at_times.append(number)
+            else:
+                wrong.append(WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss))
         unknown = {number: of_term.unknown for number, of_term in enumerate(values, 1) if of_term.whole is None}
-        return WholeBatch(wrong, unknown)
+        return WholeBatch(wrong, unknown, at_times)
+
+    def _may_be_a_mean(self, programs: Sequence[Program], number: int) -> bool:
+        """Return whether a term is its mean over microbatches on any of the batches that decide: a loss that balances
+        experts is nearly one, and is one where its tokens happen to choose alike."""
+        for draw in range(_DRAWS):
+            with suppress(NotMeasured):
+                values, tolerance = self.values(self.batches(programs, draw), draw)
+                term = values[number - 1]
+                if term.whole is not None and term.holds(Division("mean"), None, tolerance):
+                    return True
+        return False
 
     def _on_a_batch(self, terms: Sequence[TermPrograms], draw: int) -> list[set[str] | None]:
         batches = self.batches([term.term for term in terms], draw)
@@ -415,6 +434,24 @@ def _undisturbed() -> Iterator[None]:
         torch.set_num_threads(threads)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
+
+
+def averaged_term(compiled: Compiled, number: int) -> Diagnostic:
+    """Return the warning of a term of the loss whose mean over microbatches may not be its value for the whole batch.
+    For an entry of the model's output beside other terms, such as an auxiliary loss of experts, it is a note."""
+    loss, many = compiled.plan.loss, compiled.plan.microbatches
+    alone, auxiliary = len(loss.terms) == 1, loss.terms[number - 1].kind == "output"
+    averaged = f"the losses of {many} microbatches are averaged"
+    if not alone:
+        averaged = f"term {number} of the loss is averaged over {many} microbatches"
+    return Diagnostic(
+        AVERAGED, f"{averaged}, which may not be the whole batch's {'loss' if alone else 'value'}",
+        Label(loss.span if alone else loss.term_span(number)),
+        notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
+        help="exact are means, sums, `cross_entropy(…)`, `(losses * mask).sum() / mask.sum()` of a mask that is "
+        "made of inputs alone, and a sum that the plan divides: `/ N`, or `/ INPUT`",
+        severity=Severity.NOTE if auxiliary and not alone else Severity.WARNING,
+    )  # fmt: skip
 
 
 def measure_of(
