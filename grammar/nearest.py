@@ -28,7 +28,7 @@ def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
     """Return a help text with paths that fit and resemble one that does not exist, by its name up to the first dot."""
     stems: dict[str, list[str]] = {}
     for entry in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
-        if fits(entry):
+        if fits(entry) and entry.name != path.name:
             stems.setdefault(entry.name.partition(".")[0], []).append(entry.name)
     near = [name for stem in nearest(path.name.partition(".")[0], stems) for name in stems[stem]]
     names = list(dict.fromkeys((*nearest(path.name, near), *near)))[:3]

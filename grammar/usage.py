@@ -94,7 +94,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "SIZE": ArgumentKind("a size such as `20GB`", _is_size),
     "OPS": ArgumentKind("operators, such as `products` or `attention`", _is_name, count=0),
     "OP": ArgumentKind("a collective such as `all_gather`", _is_name),
-    "PAIR": ArgumentKind("two numbers", _is_number, count=2),
+    "PAIR": ArgumentKind("two numbers, such as `0.9, 0.95`", _is_number, count=2),
     "LAYOUT": ArgumentKind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
     "DIMS": ArgumentKind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
     "CALL": ArgumentKind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),

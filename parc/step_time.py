@@ -15,7 +15,7 @@ from parc.compiler.clock.lines import Habits
 from parc.compiler.clock.links import Links
 from parc.compiler.clock.programs import STEP_PARTS
 from parc.compiler.clock.step import StepClock, StepTime
-from parc.compiler.layout.sweep import Amount
+from parc.compiler.layout.sweep import Amount, greatest
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.roles import Role
 from parc.grammar.syntax import size_text
@@ -123,7 +123,7 @@ def update_seconds(build: Build, plan: Plan, role: Role, cluster: Cluster) -> Am
     if "optimizer" in plan.offloaded:
         host = plan.offloaded["optimizer"].host
         seconds += away / (cluster.storage.host if host else cluster.storage.disk)
-    return seconds + moved / (cluster.bandwidth(moved) * cluster.device.update)
+    return seconds + greatest(moved / (cluster.bandwidth(moved) * cluster.device.update), cluster.device.launch)
 
 
 # ---- JSON

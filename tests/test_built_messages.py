@@ -70,7 +70,6 @@ VALUES = " | ".join(map(str, range(1, 9)))
 AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
-    "P0450": Case(words=("certify", "missing")),
     "P0021": Case(lines='include "other.parc"\n'),
     "P0023": Case(lines=TENSOR.replace("tp=2", "\u202etp=2")),
     "P0024": Case(lines="# one more line\n" * 10_000),
@@ -196,13 +195,13 @@ TWO_LAYERS = (
 
 
 def altered(folder: Path) -> list[str]:
-    """Return the messages of ``verify`` and ``show`` for a build with a line of another meaning, and of ``show`` under
-    another torch."""
+    """Return the messages of ``certify``, ``verify`` and ``run`` for a build with a line of another meaning, and of
+    ``run`` under another torch."""
     made = build(folder, TENSOR, PLAN)
     program, manifest = made / "programs" / "stage0.F.py", made / "manifest.json"
     good = program.read_text()
     program.write_text(good.replace("aten.add.Tensor(x, ", "aten.sub.Tensor(x, "))
-    said = [command(word, "build") for word in ("verify", "run")]
+    said = [command(word, "build") for word in ("certify", "verify", "run")]
     program.write_text(good)
     manifest.write_text(re.sub(r'("torch": ")[^"]*', r"\g<1>2.0.0", manifest.read_text()))
     return [*said, command("run", "build")]
@@ -373,7 +372,7 @@ def meets_nobody(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered,
+    "P0450 P0210 P0211 P0212": altered,
     "P0301 P0304 P0307 P0412 P0222 P0414 P0411 P0413 P0302 P0303 P0416 P0420 P0421 P0419 P0423 P0418 P0410 P0230"
     " P0415": runs,
     "P0308": exports,

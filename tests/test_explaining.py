@@ -284,7 +284,9 @@ def test_the_commands_take_plans_and_say_what_they_lack(folder: Path, capsys: py
 # ---- what runs measured
 
 
-def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Path, tmp_path: Path) -> None:
+def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = on_cluster(side(folder, "tensor", "pp=2 tp=1"), CLUSTER).step
     assert step is not None
     trace, roles = tmp_path / "trace.json", [*step.build.roles]
@@ -293,7 +295,9 @@ def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Pat
                for number in range(3) for span in of_role]
         for name, of_role in step.time.timeline.spans.items()
     }  # fmt: skip
-    write_trace(trace, [(f"rank {rank} ({roles[rank // 2]})", 0, spans[roles[rank // 2]]) for rank in range(4)])
+    of = "1" * 16
+    monkeypatch.setattr("parc.explaining.measured.build_hash", lambda build: of)
+    write_trace(trace, of, [(f"rank {rank} ({roles[rank // 2]})", 0, spans[roles[rank // 2]]) for rank in range(4)])
     rows = trace_rows(trace, step)
     assert {row.role for row in rows} == {*roles}
     assert {row.name for row in rows} >= {"step", "0F", "0RECV_I", "1I", "1W"}
@@ -303,7 +307,7 @@ def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(folder: Pat
     for old, new, message in (
         ('"0F1"', '"0F7"', "rank 0 did `0F7`"), ('"0F1"', '"0F0"', "rank 0 did no `0F1`"),
         ("rank 1 (pp0)", "rank 1 (pp4)", "`pp4`, which is no role"),
-        ('"by": "parc"', '"by": "me"', "no trace of parc's"),
+        ('"by": "parc"', '"by": "me"', "no trace of parc's"), (of, "0" * 16, "is of another build"),
     ):  # fmt: skip
         (tmp_path / "other.json").write_text(trace.read_text().replace(old, new))
         with pytest.raises(ForeignFile, match=re.escape(message)):

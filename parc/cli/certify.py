@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from certificate import VERSION
@@ -29,13 +30,36 @@ def certify_command(args: argparse.Namespace) -> int:
     try:
         proof = certify(args.build)
     except Refused as refused:
+        from parc.compiler.build.directory import again
+        from parc.grammar.nearest import listed
+
         message, *notes = str(refused).splitlines()
-        show([Diagnostic(NOT_CERTIFIED, message, help=_HELP, notes=tuple(notes[:_MOST_NOTES]))])
+        altered = _altered(args.build)
+        help_ = f"{listed(altered)} changed since the build was written: {again(args.build)}" if altered else _HELP
+        show([Diagnostic(NOT_CERTIFIED, message, help=help_, notes=tuple(notes[:_MOST_NOTES]))])
         return 5
     for line in proof.lines:
         say(line)
     say(f"{args.build}: certified by version {VERSION} in {time.perf_counter() - start:.1f} s")
     return 0
+
+
+def _altered(path: Path) -> list[str]:
+    """Return the files of a build that are not as they were written.
+
+    Raises:
+        BuildError: there is no build.
+    """
+    from parc.compiler.build.build import BuildError
+    from parc.compiler.build.directory import MANIFEST, read_build
+    from parc.compiler.build.folders import current
+
+    altered: list[str] = []
+    if not (current(path) / MANIFEST).is_file():
+        read_build(path)
+    with suppress(BuildError):  # texts that cannot be read, of which the checker has said more
+        read_build(path, altered=altered, custom="named")
+    return altered
 
 
 _HELP = "`parc verify` tests its numbers; if these hold, a rule is missing: please report the build and this message"

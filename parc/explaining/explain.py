@@ -152,6 +152,10 @@ class Explainer:
         lines = self.facts.lines
         files = {line.place.rpartition(":")[0] for line in lines if ":" in line.place}
         inside = next((name for name in sorted(files) if name == file or name.endswith(f":{file}")), "")
+        if file and not inside and file != "plan" and not file.endswith(".parc"):  # a build knows no name of its plan
+            ways = f"the plan includes {listed(sorted(files))}" if files else "the plan includes no file: `line:18`"
+            help_ = did_you_mean(file, [*files, *self.build.roles], ways)
+            raise UnknownWhat(f"the plan includes no file `{file}`", help_)
         place = f"{inside}:{number}" if inside else str(number)
         lines_there = [line for line in lines if line.place == place]
         lines_there = lines_there or [line for line in lines if not inside and line.root == number]

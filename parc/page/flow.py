@@ -32,7 +32,7 @@ class ModuleRow:
     members: list[str]
     kind: RowKind = "module"
     type: str = ""
-    """The type of the last value that the module computes in a forward."""
+    """The type of the last value that the module, or one in it, computes in a forward."""
     line: tuple[str, int] | None = None
     """The module's first line in a forward: its function, and its index there."""
 
@@ -173,7 +173,8 @@ class ForwardWalk:
                 self.operators.setdefault(module, set()).add(line.op)
                 for value in line.made[:1]:
                     if value.type.dtype.is_floating_point and value.name in wanted and not alone:
-                        self.types[module] = value.type.text(self.program.mesh)
+                        text, names = value.type.text(self.program.mesh), module.split(".")
+                        self.types.update((".".join(names[: end + 1]), text) for end in range(len(names)))
 
 
 class _Flow:

@@ -113,8 +113,8 @@ def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int
     return 0 if hosts[rank] == hosts[0] else (low + high) // 2
 
 
-_MARK = {"otherData": {"by": "parc"}}
-_TRACE = FileKind("a trace of parc's", re.compile(re.escape(json.dumps(_MARK)[:-1].encode())))
+_MARK = '{"otherData": {"by": "parc"'
+_TRACE = FileKind("a trace of parc's", re.compile(re.escape(_MARK.encode())))
 
 
 def check_trace(path: Path) -> None:
@@ -128,8 +128,9 @@ def check_trace(path: Path) -> None:
     open(path, "ab").close()
 
 
-def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]]]) -> None:
-    """Write every rank's spans as Chrome trace events; each rank comes with its name and its clock's offset.
+def write_trace(path: Path, build: str, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]]]) -> None:
+    """Write every rank's spans as Chrome trace events, with the hash of the ``build``; each rank comes with its name
+    and its clock's offset.
 
     Raises:
         OSError: the file cannot be written, or is there and is no trace of parc's.
@@ -147,4 +148,5 @@ def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]
             for name, category, step, begin, end in spans
         ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({**_MARK, "displayTimeUnit": "ms", "traceEvents": events}))
+    about = {"otherData": {"by": "parc", "build": build}, "displayTimeUnit": "ms"}  # begins with the mark
+    write_whole(path, json.dumps({**about, "traceEvents": events}))
