@@ -34,7 +34,7 @@ from parc.runtime.machine.kernels import KERNELS
 from parc.runtime.ranks.parents import end_with_parent
 from parc.runtime.ranks.processes import KEEP_MEMORY, keep_memory
 
-_REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.1, 64
+_REPEATS, _MOST_REPEATS, _BUDGET_S, _MOST_COPIES = 4, 60, 0.08, 64
 """The runs of a probe in each round, of which the fastest counts: the least number (fewer where they take twice the
 budget), the most, and the budget, the seconds after which no more are made; and the most copies of a line in a run."""
 _MOST_SETS = 32
@@ -214,13 +214,29 @@ def message_probes(entries: int) -> Iterator[TimedLine]:
     )
 
 
+class _Pool:
+    """Random numbers of which operands are slices, one behind the other, from the first again after the last. Memory
+    of its own for each operand would take most of a measurement: a kernel clears what a process has not had."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        drawn = torch.randn(min(count, 1 << 20), device=device).to(dtype)  # to draw takes longer than to repeat
+        self._numbers = drawn.repeat(math.ceil(count / len(drawn)))
+        self.count, self._at = len(self._numbers), 0
+
+    def take(self, count: int) -> torch.Tensor:
+        """Return the next numbers, at most ``count`` of the pool."""
+        begin = self._at if self._at + count <= self.count else 0
+        self._at = begin + math.ceil(count / 64) * 64  # each begins at a line of the cache
+        return self._numbers[begin : begin + count]
+
+
 class Bench:
     """The bench of one rank among those that measure at once."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self.mesh = Mesh.parse(f"dp={world}") if world > 1 else Mesh()
-        self._drawn: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._pools: dict[torch.dtype, _Pool] = {}
 
     def seconds(self, *lines: TimedLine, budget: float = _BUDGET_S) -> float:
         """Return the least time of lines, each with other operands whenever it runs. Lines that are slow beside their
@@ -243,7 +259,8 @@ class Bench:
         if self.world > 1:
             backend = Distributed(self.mesh, [program], self.rank, self.device)
         machine = Machine(program, backend, self.device, reuse=True)
-        values = [{value.name: self._tensor(value) for value in program.main.parameters} for _ in range(sets)]
+        types = {value.name: (value.type.local(self.mesh), value.type.dtype) for value in program.main.parameters}
+        values = [{name: self.tensor(*type_) for name, type_ in types.items()} for _ in range(sets)]
         turn = itertools.cycle(values)
         return lambda: self._once(machine, next(turn))
 
@@ -257,13 +274,14 @@ class Bench:
             best, spent, count = min(best, float(seconds)), spent + float(seconds), count + 1
         return best
 
-    def _tensor(self, value: Any) -> torch.Tensor:
-        shape, dtype = value.type.local(self.mesh), value.type.dtype
-        # all copies of a line have the same entries: to draw them takes longer than to run the line
-        if (shape, dtype) not in self._drawn:
-            drawn = torch.randn if dtype.is_floating_point else functools.partial(torch.randint, 0, 512)
-            self._drawn[shape, dtype] = drawn(shape, device=self.device).to(dtype)
-        return self._drawn[shape, dtype].clone()
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return random numbers that nothing has read for as many bytes as a pool has."""
+        if not dtype.is_floating_point:  # indices, which are few
+            return torch.randint(0, 512, shape, device=self.device, dtype=dtype)
+        count = math.prod(shape)
+        if dtype not in self._pools or count > self._pools[dtype].count:
+            self._pools[dtype] = _Pool(max(count, _COLD // dtype.itemsize), dtype, self.device)
+        return self._pools[dtype].take(count).view(shape)
 
     def _once(self, machine: Any, values: Mapping[str, torch.Tensor]) -> float:
         if self.world > 1:
@@ -323,8 +341,9 @@ def _grouped(bench: Bench, rows: int) -> tuple[int, int, float]:
     for at in range(_EXPERTS):
         chosen[at, at::_EXPERTS] = True
     moved = 4 * (2 * tokens * size + _EXPERTS * size * size)
-    packed, weights = (torch.randn(*shape, device=bench.device) for shape in ((tokens, size), (_EXPERTS, size, size)))
-    operands = [(packed.clone(), weights.clone()) for _ in range(math.ceil(_COLD / moved))]
+    operands = [
+        (bench.tensor((tokens, size)), bench.tensor((_EXPERTS, size, size))) for _ in range(math.ceil(_COLD / moved))
+    ]
     product = KERNELS["parc.expert_linear.default"]
 
     def once() -> float:
