@@ -39,11 +39,13 @@ def test_a_module_of_which_passes_leave_nothing_is_a_place_to_cut() -> None:
     assert not check_build(compiled).faults
 
 
-@pytest.mark.parametrize(("name", "most"), [(name, 1) for name in PIPELINES] + [wide(name, 4) for name in FOUR])
-def test_planted_bugs_of_stages_are_refused(name: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "most", "share"), [(name, 1, 3) for name in PIPELINES] + [wide(name, 4, 1) for name in FOUR]
+)
+def test_planted_bugs_of_stages_are_refused(name: str, most: int, share: int) -> None:
     """The checks of texts alone refuse every bug: nothing runs."""
-    rows = STAGES.rows([name], most)
-    assert sum(row.mutants for row in rows.values()) > 100
+    rows = STAGES.rows([name], most, share)
+    assert sum(row.mutants for row in rows.values()) > 40
     assert not [what for row in rows.values() for what in row.accepted]
 
 
