@@ -296,7 +296,7 @@ def test_a_traces_times_stand_beside_the_predicted_ones_of_its_build(
         for name, of_role in step.time.timeline.spans.items()
     }  # fmt: skip
     of = "1" * 16
-    monkeypatch.setattr("parc.explaining.measured.build_hash", lambda build: of)
+    monkeypatch.setattr("parc.explaining.measured.hash_at_any_sizes", lambda build: of)
     write_trace(trace, of, [(f"rank {rank} ({roles[rank // 2]})", 0, spans[roles[rank // 2]]) for rank in range(4)])
     rows = trace_rows(trace, step)
     assert {row.role for row in rows} == {*roles}

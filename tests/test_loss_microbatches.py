@@ -55,14 +55,16 @@ def wide(way):
 
 
 class AtFirst(nn.Module):  # its loss is no mean over samples until its bias moves
-    def __init__(self):
+    def __init__(self, part, always):
         super().__init__()
         self.fc, self.bias = nn.Linear(8, 5), nn.Parameter(torch.zeros(5))
+        self.part, self.always = part, always
 
     def forward(self, x):
         out = self.fc(x) + self.bias
         at_first = (self.bias.detach().sum() == 0).float()
-        return {"out": out, "loss": out.square().mean() + at_first * out.mean(0).square().sum()}
+        mixed = at_first * out.mean(0).square().sum()
+        return {"out": out, "loss": self.always * out.square().mean() + self.part * mixed}
 
 
 def total(out):
@@ -189,13 +191,23 @@ def test_a_term_that_is_no_sum_is_not_divided(tmp_path: Path) -> None:
         check_build(compilation)
 
 
-def test_a_term_that_is_its_mean_on_some_batches_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_that_is_nearly_its_mean_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that balances experts is nearly a mean, and is one where all microbatches choose alike."""
     monkeypatch.setattr(driver, "measure_of", lambda *_, **__: lambda terms: [{"mean"}])
-    compilation = built(tmp_path, "output.loss", "", model="AtFirst")
+    compilation = built(tmp_path, "output.loss", "part=0.002, always=1", model="AtFirst")
     assert divisors(compilation) == ["mean"]
-    warnings = checked(compilation).warnings
-    assert [one.code.name for one in warnings] == ["P0217"] and "4 microbatches are averaged" in warnings[0].message
+    (warning,) = checked(compilation).warnings
+    assert warning.code.name == "P0217" and "4 microbatches are averaged" in warning.message
+    assert "in microbatches, but" in warning.notes[-1]
+
+
+@pytest.mark.parametrize("words", ["part=1, always=1", "part=1, always=0"])
+def test_a_term_that_is_far_from_its_mean_or_zero_elsewhere_is_refused(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "measure_of", lambda *_, **__: lambda terms: [{"mean"}])
+    with pytest.raises(PlanError, match="P0285"):
+        check_build(built(tmp_path, "output.loss", words, model="AtFirst"))
 
 
 def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

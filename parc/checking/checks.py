@@ -42,7 +42,7 @@ from parc.compiler.verify.step import (
 )
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import Progress, compile_plan
-from parc.compiling.microbatches import StepInParts, averaged_term
+from parc.compiling.microbatches import StepInParts, WrongTerm, averaged_term
 from parc.compiling.observation import number_changed
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.codes import AVERAGED, NOT_COMBINED, UNSCALED
@@ -318,9 +318,10 @@ def _check_whole_batch(compiled: Compiled) -> tuple[Diagnostic, ...]:
     divisions, averaged = divisions_in(compiled.build.manifest), compiled.built.averaged
     whole = step.compare(reference, divisions, averaged)
     errors = []
-    for number, value, combined in whole.wrong:
+    for term in whole.wrong:
+        number = term.number
         what = "the loss" if len(plan.loss.terms) == 1 else f"term {number} of the loss"
-        message = f"{what} is {combined:.6g} in microbatches, but {value:.6g} on the whole batch"
+        message = f"{what} {_beside(term)}"
         help_ = "say what divides it: `/ N`, or `/ INPUT`, behind a term that is a sum over the batch"
         if plan.loss.terms[number - 1].divisor is not None:
             help_ = "leave out what is behind `/`: the term is no sum over the batch"
@@ -328,11 +329,16 @@ def _check_whole_batch(compiled: Compiled) -> tuple[Diagnostic, ...]:
     if errors:
         raise PlanError(errors)
     decided = {*averaged, *plan.loss.summed, *plan.loss.counted}
-    return *(averaged_term(compiled, number) for number in whole.averaged), *(
+    near = ((averaged_term(compiled, term.number), term) for term in whole.near)
+    return *(replace(warning, notes=(*warning.notes, f"it {_beside(term)}")) for warning, term in near), *(
         _not_measured(plan, number, divisions[number - 1], reason)
         for number, reason in whole.unknown.items()
         if number not in decided and may_read_size(reference, number, divisions[number - 1], plan.unbatched)
     )
+
+
+def _beside(term: WrongTerm) -> str:
+    return f"is {term.combined:.6g} in microbatches, but {term.whole:.6g} on the whole batch"
 
 
 def _not_measured(plan: Plan, number: int, division: Division, reason: str) -> Diagnostic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from certificate import VERSION
@@ -30,13 +29,8 @@ def certify_command(args: argparse.Namespace) -> int:
     try:
         proof = certify(args.build)
     except Refused as refused:
-        from parc.compiler.build.directory import again
-        from parc.grammar.nearest import listed
-
         message, *notes = str(refused).splitlines()
-        altered = _altered(args.build)
-        help_ = f"{listed(altered)} changed since the build was written: {again(args.build)}" if altered else _HELP
-        show([Diagnostic(NOT_CERTIFIED, message, help=help_, notes=tuple(notes[:_MOST_NOTES]))])
+        show([Diagnostic(NOT_CERTIFIED, message, help=_way_out(args.build), notes=tuple(notes[:_MOST_NOTES]))])
         return 5
     for line in proof.lines:
         say(line)
@@ -44,22 +38,26 @@ def certify_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _altered(path: Path) -> list[str]:
-    """Return the files of a build that are not as they were written.
+def _way_out(path: Path) -> str:
+    """Return advice on a build that is not proved: a file may have changed since it was written.
 
     Raises:
         BuildError: there is no build.
     """
     from parc.compiler.build.build import BuildError
-    from parc.compiler.build.directory import MANIFEST, read_build
+    from parc.compiler.build.directory import MANIFEST, again, read_build
     from parc.compiler.build.folders import current
+    from parc.grammar.nearest import listed
 
     altered: list[str] = []
     if not (current(path) / MANIFEST).is_file():
         read_build(path)
-    with suppress(BuildError):  # texts that cannot be read, of which the checker has said more
+    try:
         read_build(path, altered=altered, custom="named")
-    return altered
+    except BuildError as error:
+        if not altered:
+            return f"{error}; {again(path)}"
+    return f"{listed(altered)} changed since the build was written: {again(path)}" if altered else _HELP
 
 
 _HELP = "`parc verify` tests its numbers; if these hold, a rule is missing: please report the build and this message"

@@ -57,6 +57,8 @@ _MOST_MICROBATCHES = 3
 model it is two."""
 _DRAWS = 2
 """The number of batches on which a division must hold: counts of few samples may be equal by chance."""
+_NEARLY = 0.01
+"""The part of itself by which a term that is almost a mean may differ from its mean over microbatches."""
 _MOST_WORK = 300_000_000
 """The most multiply-adds of a microbatch's forward, and numbers that are read or written, of a module that is run."""
 _NOISE = 0.05
@@ -131,8 +133,8 @@ class WholeBatch(NamedTuple):
 
     wrong: Sequence[WrongTerm] = ()
     unknown: Mapping[int, str] = MappingProxyType({})
-    averaged: Sequence[int] = ()
-    """The terms whose mean over microbatches is the whole batch's value on some batches and not on this one."""
+    near: Sequence[WrongTerm] = ()
+    """The terms whose mean over microbatches is the whole batch's value on some batches, and nearly so on this one."""
 
 
 class NotMeasured(Exception):
@@ -195,7 +197,7 @@ class StepInParts:
             return WholeBatch()
         counting = [function for function in reference.functions if function.name == "count"]
         programs = [replace(reference, functions=(function,)) for function in counting]
-        batches, wrong, at_times = self.batches([*programs, reference], _DRAWS), list[WrongTerm](), list[int]()
+        batches, wrong, near = self.batches([*programs, reference], _DRAWS), list[WrongTerm](), list[WrongTerm]()
         counts = [{key: value for program in programs for key, value in _results(program, batch).items()}
                   for batch in batches]  # fmt: skip
         try:
@@ -208,21 +210,24 @@ class StepInParts:
             counted = [of_part[key] for of_part in counts] if division.by == "count" else None
             if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
                 continue
-            if division.by == "mean" and self._may_be_a_mean([*programs, reference], number):
-                at_times.append(number)
-            else:
-                wrong.append(WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss))
+            term = WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss)
+            is_near = division.by == "mean" and self._is_nearly_a_mean(term, [*programs, reference])
+            (near if is_near else wrong).append(term)
         unknown = {number: of_term.unknown for number, of_term in enumerate(values, 1) if of_term.whole is None}
-        return WholeBatch(wrong, unknown, at_times)
+        return WholeBatch(wrong, unknown, near)
 
-    def _may_be_a_mean(self, programs: Sequence[Program], number: int) -> bool:
-        """Return whether a term is its mean over microbatches on any of the batches that decide: a loss that balances
-        experts is nearly one, and is one where its tokens happen to choose alike."""
+    def _is_nearly_a_mean(self, term: WrongTerm, programs: Sequence[Program]) -> bool:
+        """Return whether a term is almost its mean over microbatches, and is that mean, and no sum, on one of the
+        batches that decide: as a loss that balances experts is where tokens happen to choose alike."""
+        if abs(term.whole - term.combined) > _NEARLY * abs(term.whole):
+            return False
         for draw in range(_DRAWS):
             with suppress(NotMeasured):
                 values, tolerance = self.values(self.batches(programs, draw), draw)
-                term = values[number - 1]
-                if term.whole is not None and term.holds(Division("mean"), None, tolerance):
+                there = values[term.number - 1]
+                if there.whole is None or there.holds(Division("sum"), None, tolerance):
+                    continue  # what is zero is both
+                if there.holds(Division("mean"), None, tolerance):
                     return True
         return False
 

@@ -170,8 +170,9 @@ class _Runs:
     def _not_always(self, kept: Sequence[str]) -> CaptureError:
         """Return the error of a clamp beside state in Python: another step may clamp otherwise, or not at all."""
         clamped = listed(sorted(self._subject.limits))
-        left = f"leaves {listed(kept)}" if kept else "has an iterator"
-        message = f"the forward clamps {clamped} and {left} in Python, by which a later step may not"
+        other = "has state in Python that cannot be compared, an iterator or very many objects"
+        left = f"leaves {listed(kept)} in Python" if kept else other
+        message = f"the forward clamps {clamped} and {left}, by which a later step may not"
         help_ = "clamp to the same numbers in every step, and leave nothing in Python, or leave the clamp out"
         return CaptureError("written", message, help=help_)
 

@@ -152,8 +152,8 @@ class Explainer:
         lines = self.facts.lines
         files = {line.place.rpartition(":")[0] for line in lines if ":" in line.place}
         inside = next((name for name in sorted(files) if name == file or name.endswith(f":{file}")), "")
-        if file and not inside and file != "plan" and not file.endswith(".parc"):  # a build knows no name of its plan
-            ways = f"the plan includes {listed(sorted(files))}" if files else "the plan includes no file: `line:18`"
+        if file and not inside and file != "plan" and "." not in file:  # a build does not know the name of its plan
+            ways = f"the plan includes {listed(sorted(files))}" if files else "write `line:18` for a line of the plan"
             help_ = did_you_mean(file, [*files, *self.build.roles], ways)
             raise UnknownWhat(f"the plan includes no file `{file}`", help_)
         place = f"{inside}:{number}" if inside else str(number)

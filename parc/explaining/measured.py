@@ -13,7 +13,7 @@ from typing import Any
 from parc.compiler.build.build import Build, program_file
 from parc.compiler.layout.collectives import WAIT
 from parc.grammar.bounded import read_json, read_packed_json
-from parc.runtime.session.one_build import build_hash
+from parc.runtime.session.one_build import hash_at_any_sizes
 from parc.step_time import PricedStep
 
 _MOST_PACKED, _MOST_PROFILE = 64 << 20, 1 << 30
@@ -116,7 +116,7 @@ def _spans(path: Path, build: Build) -> tuple[dict[int, str], list[tuple[int, in
         form = read_json(path)
         if form["otherData"]["by"] != "parc":
             raise ValueError("by another program")
-        if form["otherData"].get("build", build_hash(build)) != build_hash(build):  # older ones have none
+        if form["otherData"].get("build", mine := hash_at_any_sizes(build)) != mine:  # older ones have none
             raise ForeignFile(f"`{path}` is of another build, which computes something else")
         events: Sequence[Any] = form["traceEvents"]
         named = [one for one in events if one["ph"] == "M"]

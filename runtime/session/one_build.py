@@ -162,6 +162,13 @@ def build_hash(build: Build) -> str:
     return f"{RankFacts({'build': _build_facts(build)}).digest() % 2**64:016x}"
 
 
+def hash_at_any_sizes(build: Build) -> str:
+    """Return the hash of a build at its largest sizes: the same for all sizes at which it runs."""
+    if build.template is not None:
+        build = build.at({name: values.high for name, values in build.template.ranges.items()})
+    return build_hash(build)
+
+
 def _build_facts(build: Build) -> dict[str, RunFact]:
     return {**_code(build), **_manifest_facts(build.manifest), **_programs(build)}
 

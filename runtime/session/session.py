@@ -52,7 +52,7 @@ from ..state.saving import LocalPart, StateFiles, checkpoint_facts, stored_of
 from ..state.step_state import changed_state, layers_of, load_figures, loads_in, scale_figures, skips, state_after
 from ..step import Stepper
 from .evaluation import Evaluation, check_trains, evaluation_of
-from .one_build import build_hash
+from .one_build import hash_at_any_sizes
 
 sendable(Bad)
 
@@ -449,7 +449,7 @@ class Session:
         ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, [*self.recorder.spans]), self.world)
         if self.rank == 0:
             with writing(Path(path)):
-                write_trace(Path(path), build_hash(self.build), ranks)
+                write_trace(Path(path), hash_at_any_sizes(self.build), ranks)
 
     def repeated(
         self, state: RankState, watch: Callable[[str], LineWatch], backend: Backend | None = None, **options: Any
