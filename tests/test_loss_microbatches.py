@@ -67,6 +67,14 @@ class AtFirst(nn.Module):  # its loss is no mean over samples until its bias mov
         return {"out": out, "loss": self.always * out.square().mean() + self.part * mixed}
 
 
+class RareAtFirst(AtFirst):  # a small term whose gradients are none of the loss's: it is a sum
+    def forward(self, x):
+        out = self.fc(x) + self.bias
+        at_first = (self.bias.detach().sum() == 0).float()
+        rare = at_first * self.part * (0.01 * out.detach().sum() + out.sum() - out.detach().sum())
+        return {"out": out, "loss": self.always * (1 + out.square().mean()) + rare}
+
+
 def total(out):
     return out.square().sum()
 
@@ -208,6 +216,14 @@ def test_a_term_that_is_far_from_its_mean_or_zero_elsewhere_is_refused(
     monkeypatch.setattr(driver, "measure_of", lambda *_, **__: lambda terms: [{"mean"}])
     with pytest.raises(PlanError, match="P0285"):
         check_build(built(tmp_path, "output.loss", words, model="AtFirst"))
+
+
+def test_a_term_with_the_value_of_its_mean_but_other_gradients_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "measure_of", lambda *_, **__: lambda terms: [{"mean"}])
+    with pytest.raises(PlanError, match="P0285"):
+        check_build(built(tmp_path, "output.loss", "part=0.02, always=1", model="RareAtFirst"))
 
 
 def test_what_the_graph_says_is_tested_on_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ _DRAWS = 2
 """The number of batches on which a division must hold: counts of few samples may be equal by chance."""
 _NEARLY = 0.01
 """The part of itself by which a term that is almost a mean may differ from its mean over microbatches."""
+_NEARLY_GRADIENTS = 0.05
+"""The part of the gradients of the whole loss by which those of such a term may differ: those of the experts' balance
+differ by 0.01 to 1.4 % for a factor of 0.001 to 0.1."""
 _MOST_WORK = 300_000_000
 """The most multiply-adds of a microbatch's forward, and numbers that are read or written, of a module that is run."""
 _NOISE = 0.05
@@ -205,29 +208,36 @@ class StepInParts:
         except NotMeasured as error:
             return WholeBatch(unknown=dict.fromkeys(range(1, len(divisions) + 1), str(error)))
         base = base_term(divisions)
+        of_all = [of_term.whole.gradient for of_term in values if of_term.whole is not None]
+        size = float(sum(of_all, torch.zeros(1)).norm())
         for number, (of_term, division) in enumerate(zip(values, divisions, strict=True), 1):
             key = COUNT if number == base else term_count(number)
             counted = [of_part[key] for of_part in counts] if division.by == "count" else None
             if of_term.whole is None or number in averaged or of_term.holds(division, counted, tolerance):
                 continue
-            term = WrongTerm(number, of_term.whole.loss, of_term.combined(division, counted).loss)
-            is_near = division.by == "mean" and self._is_nearly_a_mean(term, [*programs, reference])
+            combined = of_term.combined(division, counted)
+            term = WrongTerm(number, of_term.whole.loss, combined.loss)
+            apart = float((of_term.whole.gradient - combined.gradient).norm())
+            is_near = (
+                division.by == "mean"
+                and abs(term.whole - term.combined) <= _NEARLY * abs(term.whole)
+                and apart <= _NEARLY_GRADIENTS * size
+                and self._is_a_mean(number, [*programs, reference])
+            )
             (near if is_near else wrong).append(term)
         unknown = {number: of_term.unknown for number, of_term in enumerate(values, 1) if of_term.whole is None}
         return WholeBatch(wrong, unknown, near)
 
-    def _is_nearly_a_mean(self, term: WrongTerm, programs: Sequence[Program]) -> bool:
-        """Return whether a term is almost its mean over microbatches, and is that mean, and no sum, on one of the
-        batches that decide: as a loss that balances experts is where tokens happen to choose alike."""
-        if abs(term.whole - term.combined) > _NEARLY * abs(term.whole):
-            return False
+    def _is_a_mean(self, number: int, programs: Sequence[Program]) -> bool:
+        """Return whether a term is its mean over microbatches, and no sum, on one of the batches that decide: as a
+        loss that balances experts is where tokens happen to choose alike."""
         for draw in range(_DRAWS):
             with suppress(NotMeasured):
                 values, tolerance = self.values(self.batches(programs, draw), draw)
-                there = values[term.number - 1]
-                if there.whole is None or there.holds(Division("sum"), None, tolerance):
+                term = values[number - 1]
+                if term.whole is None or term.holds(Division("sum"), None, tolerance):
                     continue  # what is zero is both
-                if there.holds(Division("mean"), None, tolerance):
+                if term.holds(Division("mean"), None, tolerance):
                     return True
         return False
 

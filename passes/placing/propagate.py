@@ -147,8 +147,10 @@ class _Propagation:
                 for reader in self.readers.get(value, []):
                     if claim.axis in self.placed.parts[reader]:
                         self.placed.lines[reader] = line
-                    if _casts_placeholder(reader) and (reader, 0) != value:
-                        values.append((reader, 0))  # `precision` lays a cast between a weight and its product
+                    row = facts(reader.target)
+                    # between a weight and its product lie the model's own transpose and the cast of `precision`
+                    if (row.casts or row.keeps_values) and reader is not value[0]:
+                        values += [(reader, index) for index in range(len(tensors_of(reader)))]
 
     def nests(self, key: ValueKey, axis: str, split: Split) -> bool:
         """Return True for a split that divides its dim together with the other axes there."""

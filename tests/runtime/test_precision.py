@@ -86,6 +86,48 @@ def test_products_and_sums_name_the_line_of_their_weight_whatever_lies_between(t
         assert named >= ({"up", "head"} if folder else {"qkv", "out", "up", "down", "head"})
 
 
+TIED = """\
+import torch.nn.functional as F
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x):
+        y = self.down(F.relu(self.up(x)))
+        return F.linear(F.relu(F.linear(y, self.down.weight.t())), self.up.weight.t())
+
+
+def mse(output, y):
+    return ((output - y) ** 2).mean()
+"""
+TIED_PLAN = """\
+model     "./net.py:Tied"
+input     x float32 [B, 8]
+input     y float32 [B, 8]
+sizes     B=8
+loss      "./net.py:mse" (output, y)
+optimizer sgd lr 0.1
+mesh      dp=2, tp=2
+shard     x, y [B/dp, _]
+column    up over tp
+row       down over tp
+"""
+
+
+@pytest.mark.parametrize("more", ["", BF16])
+def test_a_product_names_the_line_of_a_weight_that_the_model_transposes(more: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(TIED)
+    forward = compiled(TIED_PLAN + more, tmp_path).build.programs["F"]
+    column, row = (TIED_PLAN.splitlines().index(line) + 1 for line in TIED_PLAN.splitlines()[-2:])
+    products = [line.origin.plan for line, _, _ in lines(forward) if line.op == "aten.mm.default"]
+    sums = [line.origin.plan for line, _, _ in lines(forward) if line.op == "parc.all_reduce"]
+    assert (products, sums) == ([column, row, row, column], [row, column])
+
+
 def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Path) -> None:
     whole, half = report_of(compiled(PLAN + BOTH)), simulated(compiled(PLAN + BOTH + BF16))
 
