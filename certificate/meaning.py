@@ -225,6 +225,8 @@ class Table(Places):
             parts = [self.part(read, sizes) if padded and self.padded(read, sizes) else read for read in factors]
             if parts != factors:
                 return self.product(coefficient, parts, sizes, left, closed)
+        if (unflattened := self._unflattened(factors, left, sizes)) is not None:
+            return self.product(coefficient, *unflattened)
         letters = [letters_of(read) for read in factors]
         for letter in list(left):
             if not any(letter in used for used in letters):
@@ -261,19 +263,6 @@ class Table(Places):
         at, maps, _ = self.make("product", (), factors, sizes, commutes=True)
         return Read(coefficient, at, maps)
 
-    def _cancelled(self, factors: list[Read]) -> list[Read]:
-        """Return factors without those that stand beside their own inverse."""
-        for read in factors:
-            if self.node(read.node).op == "inverse":
-                (inner,) = self.node(read.node).reads
-                other = Read(1, inner.node, substitute(inner.maps, dict(enumerate(read.maps))))
-                if other in factors:
-                    rest = list(factors)
-                    rest.remove(other)
-                    rest.remove(read)
-                    return self._cancelled(rest)
-        return factors
-
     def _contract(
         self,
         factors: list[Read],
@@ -299,6 +288,12 @@ class Table(Places):
                     for factor, used in zip(factors, letters, strict=True)
                 ]
                 return self.product(1, summed, sizes, over - alone)
+            for at, factor in enumerate(factors):
+                if self.node(factor.node).op == "flat":
+                    rest = [*factors[:at], *factors[at + 1 :]]
+                    loop = {letter for letter, _ in factor.maps[0][1]}
+                    if loop.isdisjoint(over.union(*map(letters_of, rest))):
+                        return self._flat_of_sum(factor, rest, sizes, over)
             rest = [factor for factor in factors if factor.node != self.delta]
             placed = {
                 letter
@@ -339,7 +334,7 @@ class Table(Places):
             result = self._contract([read._replace(maps=maps)], letters, over, sizes, closed)
             return result._replace(maps=substitute(result.maps, back))
         if node.op == "flat" and not over.intersection(letter for letter, _ in read.maps[0][1]):
-            return self._flat_of_sum(read, node, sizes, over)
+            return self._flat_of_sum(read, [], sizes, over)
         if node.op == "sum":
             return self.sum([self.product(1, [term], sizes, over) for term in self.inside(read, node)], sizes)
         if node.op == "product":
@@ -349,11 +344,13 @@ class Table(Places):
             return self.squares(squared[0], sizes_inside, squared_over)
         return None
 
-    def _flat_of_sum(self, read: Read, node: Node, sizes: Mapping[Letter, int], over: set[Letter]) -> Read:
-        """Return the sum, over letters, of a node that makes one loop, its first, of several: that of the summed."""
+    def _flat_of_sum(self, read: Read, others: list[Read], sizes: Mapping[Letter, int], over: set[Letter]) -> Read:
+        """Return the sum, over letters, of a node that makes one loop, its first, of several, times ``others`` that do
+        not read this loop: that of the summed."""
+        node = self.node(read.node)
         (inside,), lengths, summed = self.opened(node, dict(enumerate(read.maps)), sizes, over)
         inner = [letter for letter in lengths if letter in summed - over]
-        total = self.product(1, [inside], lengths, over)
+        total = self.product(1, [inside, *others], lengths, over)
         joined = self.fresh()
         result, maps, _ = self.make(
             "flat",

@@ -173,6 +173,45 @@ class Places(Nodes):
         lengths = {names[key]: size for key, (_, size) in groups.items()}
         return reads, {**sizes, **lengths}, (summed - gone - groups.keys()) | lengths.keys()
 
+    def _cancelled(self, factors: list[Read]) -> list[Read]:
+        """Return factors without those that stand beside their own inverse."""
+        for read in factors:
+            if self.node(read.node).op == "inverse":
+                (inner,) = self.node(read.node).reads
+                other = Read(1, inner.node, substitute(inner.maps, dict(enumerate(read.maps))))
+                if other in factors:
+                    rest = list(factors)
+                    rest.remove(other)
+                    rest.remove(read)
+                    return self._cancelled(rest)
+        return factors
+
+    def _unflattened(
+        self, factors: list[Read], summed: set[Letter], sizes: Mapping[Letter, int]
+    ) -> tuple[list[Read], dict[Letter, int], set[Letter]] | None:
+        """Sum over the loops that a ``flat`` node makes one of, where all of this one is summed: other factors are read
+        at ``8 * a + b`` in the place of ``i``. None where there is no such node."""
+        flat = [r for r in factors if r.node != self.delta and self.node(r.node).op == "flat"]
+        if not any(letter in summed for read in flat for letter, _ in read.maps[0][1]):
+            return None
+        factors, sizes, summed = self._joined_first(factors, summed, sizes) or (factors, dict(sizes), summed)
+        for at, read in enumerate(factors):
+            node = self.node(read.node)
+            if read.node == self.delta or node.op != "flat" or read.maps[0][0] or len(read.maps[0][1]) != 1:
+                continue
+            ((letter, stride),) = read.maps[0][1]
+            if letter not in summed or stride != 1 or length_of(letter, sizes, self.mesh) != node.sizes[0]:
+                continue
+            inside, lengths, every = self.opened(node, dict(enumerate(read.maps)), sizes, summed)
+            places, step = [], node.sizes[0]
+            for part in (part for part in lengths if part in every - summed):
+                step //= lengths[part]
+                places.append((part, step))
+            index = Instead({letter: (0, tuple(places))})
+            reads = [*factors[:at], *factors[at + 1 :], *inside]
+            return [r._replace(maps=substitute(r.maps, index)) for r in reads], lengths, every - {letter}
+        return None
+
     def cuts(self, read: Read, sizes: Mapping[Letter, int]) -> list[int]:
         """Return the loops of a node of which a read is of some entries alone."""
         loops = enumerate(zip(read.maps, self.node(read.node).sizes, strict=True))

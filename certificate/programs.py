@@ -11,6 +11,7 @@ from .alike import Alike, frozen
 from .meaning import Table, Value
 from .own import OwnRow
 from .rows import CONSTANT, ROWS, SLOPES, Call, Row, Slope
+from .suspects import Suspects
 from .tensors import Tensors
 from .text import NO_TYPE, Function, Line, Local, Malformed, Mesh, Name, Program, Refused, Type, Word
 
@@ -22,8 +23,6 @@ MESSAGES = (
 """The collectives that may run while other lines do."""
 UNREADABLE = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """The errors of rows that read arguments which no program gives them."""
-MOST_TOLD = 3
-"""The most lines that are told where a build is not what its model is."""
 Settle = Callable[[str, Value], Value]
 
 
@@ -148,8 +147,10 @@ class Reader:
         self._numbers: dict[Hashable, int] = {}
         self.of_model = 0
         """The number of meanings that the model has."""
-        self.other: list[str] = []
-        """The first lines that make of values of the model one that the model has not, with their places."""
+        self.meant: list[Value] = []
+        """The values that the model's lines make, and their gradients."""
+        self.suspects: Suspects | None = None
+        """The lines to look at first, where a build is read for them."""
 
     def divide(self, axis: str, sizes: tuple[int, ...]) -> None:
         """Count the ranks of an axis by several letters, and forget what was read with one."""
@@ -274,8 +275,11 @@ class Reader:
                 if name != "_":
                     self._check(type_, value, where, name)
                     values[name], types[name] = settle(name, value), type_
-                    if value.node >= self.of_model and not called and not type_.partial:
-                        self._tell(f"{where}: `{name}` = {line.op} ({line.origin})", line, values)
+            if self.suspects is not None:
+                named = [(v, t) for name, t, v in zip(line.results, line.types, results, strict=True) if name != "_"]
+                operands = [values[name] for name in names_in(line.args)]
+                place = f"{where}: `{', '.join(line.results)}` = {line.op} ({line.origin})"
+                self.suspects.line(place, operands, named, called is not None)
         returned = {key: values[name] for key, name in function.returns}
         try:
             kinds = {key: kind_of(types[name]) for key, name in function.returns}
@@ -322,11 +326,6 @@ class Reader:
             if type(item) is Name and item.name in types and kind_of(types[item.name]) != kind_of(parameter.type):
                 raise Malformed(f"`{line.op}` takes another kind of numbers as its `{parameter.name}`")
 
-    def _tell(self, place: str, line: Line, values: Values) -> None:
-        """Remember a line with a new meaning, if what it reads is known to the model."""
-        if len(self.other) < MOST_TOLD and all(values[name].node < self.of_model for name in names_in(line.args)):
-            self.other.append(place)
-
     def _check(self, type_: Type, value: Value, where: str, name: str) -> None:
         if type_ is NO_TYPE:
             return
@@ -356,6 +355,7 @@ class Reader:
                 if name != "_":
                     self._check(type_, value, f"model.py:{line.row}", name)
                     values[name], types[name] = value, type_
+                    self.meant.append(value)
         return calls
 
     def gradients(
@@ -377,6 +377,7 @@ class Reader:
             if not used:
                 continue
             grads = [self._sum(total.pop(name, [])) for name in call.line.results]
+            self.meant += [grad for grad in grads if grad is not None]
             if all(g is None for g in grads):
                 continue
             registered = self.own.get(call.line.op)
@@ -425,3 +426,21 @@ def names_in(args: Sequence[Any]) -> list[str]:
         elif type(item) is list:
             names += names_in(item)
     return names
+
+
+def place_of(program: Program, binding: str) -> str:
+    """Return a name for what programs hand to each other: what is saved belongs to a stage."""
+    kind, _, name = binding.partition(" ")
+    if kind in ("saved", "deferred"):
+        return f"{program.role} {binding}"
+    return f"sent {name}" if kind == "received" else binding
+
+
+def bound_to(kind: str, bindings: Iterable[str]) -> list[str]:
+    """Return the names of bindings of a kind, in their order."""
+    return [binding.partition(" ")[2] for binding in bindings if binding.startswith(f"{kind} ")]
+
+
+def received(sent: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what a stage sends by the names under which the next one reads it."""
+    return {f"received {key.partition(' ')[2]}": value for key, value in sent.items()}

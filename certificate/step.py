@@ -8,7 +8,7 @@ letter like an axis of the mesh, so the sum over all of them is a sum over this 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,8 +22,9 @@ from .meaning import Table, Value
 from .nodes import Form
 from .own import read_own
 from .padding import padded_whole, real_whole
-from .programs import Reader, Returned, Settle, kind_of
+from .programs import Reader, Returned, Settle, bound_to, kind_of, place_of, received
 from .schedule import AFTER, BEFORE, WORK, check_schedule, stages_of
+from .suspects import Suspects
 from .tensors import MICROBATCH
 from .text import Function, Malformed, Parameter, Program, Refused, Type, read_type
 
@@ -42,6 +43,10 @@ FORMS = Form(), Form(in_pieces=False), Form(in_digits=True, named=False)
 """The normal forms in which a build may be its model."""
 ATTEMPTS = (FORMS[0], 10_000), (FORMS[1], 15_000), (FORMS[0], 30_000), (FORMS[1], 30_000), (FORMS[2], 10_000)
 """The forms that are tried one after the other, each with the most steps that it may take."""
+
+
+class Unlike(Refused):
+    """The error of a value that is not what the model says."""
 
 
 @dataclass
@@ -111,7 +116,16 @@ def _certify(build: Build) -> Proof:
                 raise
             refused[form] = error
             done.update(() if step.table.spent else (form,))
-    raise refused[FORMS[0]] from None
+    refusal = refused[FORMS[0]]
+    if isinstance(refusal, Unlike):
+        step = Step(build)
+        try:
+            step.read_model()
+            step.reader.suspects = Suspects(step.tensors, step.reader.of_model, step.reader.meant)
+            step.run_to_end()
+        except (Refused, RecursionError) as other:  # sums that are made to look at lines may be too much
+            refusal = other if isinstance(other, Unlike) else refusal
+    raise refusal from None
 
 
 class Step:
@@ -119,6 +133,8 @@ class Step:
 
     def __init__(self, build: Build) -> None:
         self.build = build
+        self.unlike: tuple[Program, str, Value, Value] | None = None
+        """The first gradient that is not the model's, with this one, where others are looked at too."""
         count = build.manifest.get("microbatches")
         if not isinstance(count, int) or count < 1:
             raise Refused("manifest.json says no number of microbatches")
@@ -240,7 +256,10 @@ class Step:
         """Return the sum of a value over all microbatches."""
         if self.microbatches == 1:
             return value
-        return self.reader.alike.value("microbatches", [value], lambda value: self.tensors.over(value, [MICROBATCH]))
+        total = self.reader.alike.value("microbatches", [value], lambda value: self.tensors.over(value, [MICROBATCH]))
+        if self.reader.suspects is not None:
+            self.reader.suspects.follow([value], total)
+        return total
 
     # ---- the programs
 
@@ -248,9 +267,9 @@ class Step:
         self, program: Program, known: Mapping[str, Value], coming: Collection[str] = (), function: str = ""
     ) -> Returned:
         """Return what a program's main function returns, or another one."""
-        main = program.functions[function] if function else _main(program)
+        main = program.functions[function] if function else program.main
         returned = self.reader.run(program, main, self.arguments(program, main, known), coming)
-        self.kinds |= {_place(program, key): kind for key, kind in returned.kinds.items()}
+        self.kinds |= {place_of(program, key): kind for key, kind in returned.kinds.items()}
         if returned.coming and program.action != "UNSHARD" and not function:
             raise Malformed(f"{program.file}: returns `{min(returned.coming)}` while it is on its way")
         return returned
@@ -259,7 +278,7 @@ class Step:
         """Return what a main function's parameters are bound to."""
         result = []
         self.read.add((program.role, program.action))
-        sent, taken = (_bound("received", names) for names in (known, (p.binding for p in function.parameters)))
+        sent, taken = (bound_to("received", names) for names in (known, (p.binding for p in function.parameters)))
         if taken != sent:
             raise Malformed(f"{program.file}: receives {taken}, where {sent} is sent: messages have no names")
         for parameter in function.parameters:
@@ -273,7 +292,7 @@ class Step:
                 if kind not in (*_STORED, *_OF_BATCH, "state") and parameter.binding not in known:
                     raise Malformed(f"nothing makes `{parameter.binding}` before it")
                 number = kind_of(parameter.type)
-                if self.kinds.get(_place(program, parameter.binding), number) != number:
+                if self.kinds.get(place_of(program, parameter.binding), number) != number:
                     raise Malformed(f"`{parameter.binding}` is of another kind of numbers")
                 result.append(known[parameter.binding] if parameter.binding in known else self.outside(parameter))
             except Refused as error:
@@ -320,7 +339,7 @@ class Step:
         for program in self.build.programs.values():
             if (program.role, program.action) in self.read or program.action in _BEYOND:
                 continue
-            if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in _main(program).returns):
+            if program.action in _KNOWN or any(not key.startswith("metric ") for key, _ in program.main.returns):
                 raise Malformed(f"{program.file}: is no part of a step")
             proof.lines.append(f"{program.role}: {program.action} returns metrics of one's own, which are not proved")
         for row in self.reader.own.values():
@@ -367,14 +386,14 @@ class Step:
         returned: set[str] = set()
         for stage, role in sorted(self.stages.items()):
             program, weights = self._needed(stage, "F"), self.weights[role]
-            results = self.run(program, {**self.shared, **weights.values, **_received(sent)}, weights.coming).values
+            results = self.run(program, {**self.shared, **weights.values, **received(sent)}, weights.coming).values
             saved[stage], sent = {}, {}
-            types = dict(_main(program).returns)
+            types = dict(program.main.returns)
             for key, value in results.items():
                 kind, _, name = key.partition(" ")
                 new = kind == "sent" and not self.padding and value.node >= self.reader.of_model
-                if new and not _type_of(_main(program), types[key]).partial:  # all that later stages make would be new
-                    raise self._unlike(f"{program.file}: the sent `{name}`")
+                if new and not program.main.type_of(types[key]).partial:  # all that later stages make would be new
+                    raise self._unlike(f"{program.file}: the sent `{name}`", value)
                 if kind in ("saved", "sent"):
                     (saved[stage] if kind == "saved" else sent)[key] = value
                 elif key == "loss":
@@ -382,7 +401,7 @@ class Step:
                 elif kind == "load":
                     self.loads[role][name] = self.over_microbatches(value)
                 elif key in self.expected and kind in ("output", "buffer"):
-                    type_ = _type_of(_main(program), types[key])
+                    type_ = program.main.type_of(types[key])
                     expected, short = self.expected[key], self.expected[key].shape
                     rows = [(d, 1, a, b) for d, (a, b) in enumerate(zip(short, type_.shape, strict=False)) if a < b]
                     if rows and self.padding and len(short) == len(type_.shape):
@@ -404,7 +423,7 @@ class Step:
         sent: dict[str, Value] = {}
         for stage, role in sorted(self.stages.items(), reverse=True):
             given = {**self.shared, **self.weights[role].values}
-            read = {"B": {**given, **saved[stage], **_received(sent)}}
+            read = {"B": {**given, **saved[stage], **received(sent)}}
             done = self.build.work_of(stage)
             program = self._needed(stage, done[-1])
             each: dict[str, Value] = {}
@@ -412,7 +431,7 @@ class Step:
                 each = dict(self.run(self._needed(stage, "B"), read["B"]).values)
             if "I" in done:
                 phases = self._phases(stage, given, read)
-                differ = phases.keys() != each.keys() or _bound("sent", phases) != _bound("sent", each)
+                differ = phases.keys() != each.keys() or bound_to("sent", phases) != bound_to("sent", each)
                 if each and (differ or not all(self._equal(phases[k], each[k]) for k in each)):
                     raise Refused(f"{program.file}: I and W of the stage make other gradients than B")
                 each = phases
@@ -421,9 +440,9 @@ class Step:
             sums = {key: self.over_microbatches(value) for key, value in parts.items()}
             for other in {*done} - {done[-1], "F"}:
                 unused = self._needed(stage, other)
-                if f"{_main(unused).name}_last" in unused.functions:
+                if f"{unused.main.name}_last" in unused.functions:
                     raise Malformed(f"{unused.file}: is not what the stage does last, and has a function for that")
-            last = f"{_main(program).name}_last"
+            last = f"{program.main.name}_last"
             if last in program.functions:
                 # what earlier microbatches added up to is all of them, less the last one's own
                 before = {
@@ -432,7 +451,7 @@ class Step:
                 }
                 at_end = self.run(program, {**read[done[-1]], **before}, function=last)
                 usual = {key: value for key, value in each.items() if done[-1] == "B" or not key.startswith("sent ")}
-                if _bound("sent", at_end.values) != _bound("sent", usual):
+                if bound_to("sent", at_end.values) != bound_to("sent", usual):
                     raise Refused(f"{program.file}: the last backward sends in another order")
                 sums |= self._last(program, at_end, usual)
                 self.coming[role] |= {f"gradient {key}" for key in at_end.coming}
@@ -467,7 +486,7 @@ class Step:
         Raises:
             Refused: it sends or returns otherwise than the backwards before it.
         """
-        read = {p.binding for p in program.functions[f"{_main(program).name}_last"].parameters}
+        read = {p.binding for p in program.functions[f"{program.main.name}_last"].parameters}
         sums = {}
         for key, value in at_end.values.items():
             if key.startswith("state residual"):
@@ -514,6 +533,9 @@ class Step:
             for name in self.gradients
         }
         results = self._together("REDUCE", known, {role: self._settled(role, symbols) for role in self.build.roles})
+        if self.unlike is not None:
+            program, key, value, expected = self.unlike
+            raise self._unlike(f"{program.file}: `{key}`", value, describe(self.table, value, expected))
         squares = [self.tensors.over(self.tensors.squares(symbol), sorted(symbol.axes)) for symbol in symbols.values()]
         norm = self.tensors.pointwise("sqrt", [self.tensors.plus(*squares)]) if squares else None
         counts, seen = {}, set[str]()
@@ -547,7 +569,7 @@ class Step:
         program = self.build.programs[role, "REDUCE"]
         names = {
             name: key.partition(" ")[2]
-            for key, name in _main(program).returns
+            for key, name in program.main.returns
             if key.startswith("gradient ") and key.partition(" ")[2] in symbols
         }
 
@@ -560,7 +582,12 @@ class Step:
             else:  # that the rest is zero, parc's check of padding proves
                 expected = self.gradients[gradient]
                 value = real_whole(self.tensors, value, self.stored[gradient], rows)
-            self.same(program, f"gradient {gradient}", value, expected)
+            try:
+                self.same(program, f"gradient {gradient}", value, expected)
+            except Unlike:  # others that are the model's tell which lines are right
+                if self.reader.suspects is None:
+                    raise
+                self.unlike = self.unlike or (program, f"gradient {gradient}", value, expected)
             return symbols[gradient]
 
         return settle
@@ -577,11 +604,11 @@ class Step:
         returned: set[str] = set()
         for role, results in self._together("LOADS", known).items():
             program = self.build.programs[role, "LOADS"]
-            types = dict(_main(program).returns)
+            types = dict(program.main.returns)
             for key, value in results.values.items():
                 if key not in expected:
                     raise Malformed(f"{program.file}: `{key}` is not in model.py")
-                self.same(program, key, value, self.tensors.cut(expected[key], _type_of(_main(program), types[key])))
+                self.same(program, key, value, self.tensors.cut(expected[key], program.main.type_of(types[key])))
                 returned.add(key)
         if missing := sorted(expected.keys() - returned):
             raise Malformed(f"no role returns `{missing[0]}`, which the model moves in a step")
@@ -612,7 +639,7 @@ class Step:
             program = self.build.programs.get((role, action))
             if program is None:
                 raise Malformed(f"there is no program {role}.{action}")
-            main, keep = _main(program), settle.get(role, lambda name, value: value)
+            main, keep = program.main, settle.get(role, lambda name, value: value)
             operands, coming = self.arguments(program, main, known[role]), self.coming[role]
             running[role] = self.reader.steps(program, main, operands, coming if action == "REDUCE" else (), keep)
             answers[role] = None
@@ -636,6 +663,8 @@ class Step:
             ):
                 raise Refused(f"roles do not meet at a sum over {list(place[1])} of `{place[0]}` in {action}")
             total = self.tensors.plus(*(waiting[member][1] for member in members))
+            if self.reader.suspects is not None:
+                self.reader.suspects.follow([waiting[member][1] for member in members], total)
             for member in members:
                 answers[member] = total
                 del waiting[member]
@@ -659,40 +688,13 @@ class Step:
 
     def same(self, program: Program, key: str, value: Value, expected: Value) -> None:
         """Refuse a result that is not what the model says."""
-        if not self._equal(value, expected):
-            raise self._unlike(f"{program.file}: `{key}`", describe(self.table, value, expected))
+        if not (value == expected if self.unlike else self._equal(value, expected)):
+            raise self._unlike(f"{program.file}: `{key}`", value, describe(self.table, value, expected))
+        if self.reader.suspects is not None:
+            self.reader.suspects.proved(value)
 
-    def _unlike(self, what: str, difference: str = "") -> Refused:
+    def _unlike(self, what: str, value: Value, difference: str = "") -> Unlike:
         """Return the refusal of a value that is not what the model says, with the first lines that make others."""
-        told = [f"makes of known values one that the model has not: {line}" for line in self.reader.other]
-        return Refused("\n".join([f"{what} is not proved to be what model.py says", *told, *difference.splitlines()]))
-
-
-def _main(program: Program) -> Function:
-    """Return a program's main function: its last one."""
-    return list(program.functions.values())[-1]
-
-
-def _type_of(function: Function, name: str) -> Type:
-    """Return the type of a value of a function."""
-    types = {parameter.name: parameter.type for parameter in function.parameters}
-    for line in function.lines:
-        types.update(zip(line.results, line.types, strict=True))
-    return types[name]
-
-
-def _place(program: Program, binding: str) -> str:
-    """Return a name for what programs hand to each other: what is saved belongs to a stage."""
-    kind, _, name = binding.partition(" ")
-    if kind in ("saved", "deferred"):
-        return f"{program.role} {binding}"
-    return f"sent {name}" if kind == "received" else binding
-
-
-def _bound(kind: str, bindings: Iterable[str]) -> list[str]:
-    """Return the names of bindings of a kind, in their order."""
-    return [binding.partition(" ")[2] for binding in bindings if binding.startswith(f"{kind} ")]
-
-
-def _received(sent: Mapping[str, Value]) -> dict[str, Value]:
-    return {f"received {key.partition(' ')[2]}": value for key, value in sent.items()}
+        lines = [] if self.reader.suspects is None else self.reader.suspects.told(value)
+        told = [f"makes of known values one that the model has not: {line}" for line in lines]
+        return Unlike("\n".join([f"{what} is not proved to be what model.py says", *told, *difference.splitlines()]))

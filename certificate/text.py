@@ -182,6 +182,13 @@ class Function:
     returns: tuple[tuple[str, str], ...]
     row: int
 
+    def type_of(self, name: str) -> Type:
+        """Return the type of a value of the function."""
+        types = {parameter.name: parameter.type for parameter in self.parameters}
+        for line in self.lines:
+            types.update(zip(line.results, line.types, strict=True))
+        return types[name]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -192,6 +199,11 @@ class Program:
     action: str
     mesh: Mesh
     functions: Mapping[str, Function] = field(repr=False)
+
+    @property
+    def main(self) -> Function:
+        """The main function: the last one."""
+        return list(self.functions.values())[-1]
 
 
 _HEAD = re.compile(r'"""parc program: role (\w+), action (\w+)"""')

@@ -139,7 +139,6 @@ class Judge:
         for name in _OF_MODEL:
             setattr(step, name, getattr(known, name))
         facts, axes, step.table._made = dict(step.table.facts), dict(step.table.axes), 0
-        step.reader.other.clear()
         step.reader._texts.clear()
         step.tensors._reversed = False
         try:

@@ -9,6 +9,7 @@ import pytest
 
 import certificate.step
 from certificate import FORMAT
+from certificate.build import read_manifest
 from certificate.nodes import Form
 from certificate.step import FORMS, certify, certify_texts
 from certificate.text import Malformed, Refused
@@ -89,6 +90,78 @@ def test_what_a_stage_sends_is_a_value_of_the_model_or_refused_with_its_line(bui
     folder = edited(build, tmp_path, "stage0.F.py", "aten.gelu.default", "aten.relu.default")
     with pytest.raises(Refused, match=r"stage0\.F\.py: the sent `\w+` is not .*\n.*stage0\.F\.py:\d+: .* = aten\.relu"):
         certify(folder)
+
+
+_FUSED = """\
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+
+    def forward(self, x):
+        b, s, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, s, 3, 4, d // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d))
+        return self.head(x)
+
+
+def smooth(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+"""
+_FUSED_PLAN = """
+model "./fused.py:Net"
+input x float32 [B, 16, 32]
+input y int64 [B, 16]
+sizes B=8
+loss "./fused.py:smooth"(output, y)
+optimizer sgd lr 0.1
+mesh dp=2, tp=2
+shard x, y [B/dp, ...]
+column qkv over tp
+row out over tp
+vocab head over tp
+schedule microbatches 2
+"""
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The texts of an attention whose q, k and v are split where they do not meet, under a loss with smoothing."""
+    folder = tmp_path_factory.mktemp("fused")
+    (folder / "fused.py").write_text(_FUSED, encoding="utf-8")
+    compiled = compile_plan(read_plan(Source("fused.parc", _FUSED_PLAN)), folder)
+    return {**files_of(compiled), "manifest.json": json.dumps({**manifest_of(compiled), "format": FORMAT})}
+
+
+def test_products_of_joined_parts_are_proved_where_ranks_split_them_elsewhere(fused: dict[str, str]) -> None:
+    """48 of 96 entries, which are 3 parts of 32: a sum over all of them is one over part and entry."""
+    assert certify_texts(fused, read_manifest(fused)).lines == ["stage0: the loss, 7 gradients, the norm"]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("stage0.F.py", "1e-05", "1e-06"),
+        ("stage0.F.py", "True, None, 0.0)", "False, None, 0.0)"),
+        ("stage0.B.py", "[attention_backward, attention_backward_1", "[attention_backward_1, attention_backward"),
+    ],
+    ids=["another eps", "another mask", "gradients exchanged"],
+)
+def test_a_refusal_names_the_wrong_line_and_none_of_a_loss_that_is_written_otherwise(
+    file: str, old: str, new: str, fused: dict[str, str]
+) -> None:
+    text = fused[place := f"programs/{file}"]
+    edited_text = {**fused, place: text.replace(old, new, 1)}
+    row = text[: text.index(old)].count("\n") + 1
+    with pytest.raises(Refused) as error:
+        certify_texts(edited_text, read_manifest(edited_text))
+    told = [line.split(": ")[1] for line in str(error.value).splitlines() if line.startswith("makes of known")]
+    assert told == [f"{file}:{row}"]
 
 
 _STAGES = """
