@@ -156,6 +156,8 @@ class Reader:
         """Count the ranks of an axis by several letters, and forget what was read with one."""
         self.table.divide(axis, sizes)
         self.alike.forget()
+        if self.suspects is not None:
+            self.suspects = Suspects(self.tensors, self.of_model, self.meant)
 
     def call(self, line: Line, values: Values, types: Mapping[str, Type]) -> Call:
         """Return a line with the values of what it reads."""

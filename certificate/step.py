@@ -133,8 +133,6 @@ class Step:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.unlike: tuple[Program, str, Value, Value] | None = None
-        """The first gradient that is not the model's, with this one, where others are looked at too."""
         count = build.manifest.get("microbatches")
         if not isinstance(count, int) or count < 1:
             raise Refused("manifest.json says no number of microbatches")
@@ -211,6 +209,8 @@ class Step:
         """Prove all programs, of a model that is read. The model's values know no ranks, so they stay where these are
         counted otherwise."""
         while True:
+            # the first gradient that is not the model's, where others are looked at too
+            self.unlike: tuple[Program, str, Value, Value] | None = None
             try:
                 return self._run_programs()
             except DivideAxis as request:
