@@ -12,30 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest import mock
 
-import certificate.build
-from certificate.build import EVALUATION, read_build, read_manifest, read_texts
-from certificate.nodes import Form
-from certificate.step import ATTEMPTS, Step, certify_texts
-from certificate.text import Malformed, Refused, read_program
+from certificate.build import read_manifest, read_texts
+from certificate.step import certify_texts
+from certificate.text import Refused
 from parc.checking.checks import case_of
 from parc.compiler.build.build import Build
-from parc.compiling.compiled import Compiled, files_of, manifest_of
+from parc.compiling.compiled import Compiled
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
+from tests.certified_judge import Judge, texts_of
 from tests.certified_mutators import SOURCES, Edits, Mutant, Texts, lying, programs
 from tests.planted_builds import PLANS, compiled_plan
 from tests.planted_pipelines import PIPELINES, good
@@ -62,95 +58,6 @@ BUILDS = (
     "windows, dp=2, a sample a rank",
 )
 """The builds that are changed, by their names in ``planted_builds`` and ``planted_pipelines``."""
-
-
-def texts_of(compiled: Compiled) -> dict[str, str]:
-    """Return the texts of a build, with its manifest."""
-    return {**files_of(compiled), "manifest.json": json.dumps(manifest_of(compiled))}
-
-
-_MOST_SECONDS = 60, 300
-"""The seconds of its own after which a checker that has not answered is at fault, for small builds and large ones."""
-
-
-def _too_long(*_: Any) -> None:
-    raise TimeoutError("does not end")
-
-
-class Judge:
-    """The checker of one build's mutants. Their model is the same, so its meaning is known, in all normal forms, and
-    so is that of all functions that a mutant leaves as they are."""
-
-    def __init__(self, texts: Texts, most_seconds: float = _MOST_SECONDS[0]) -> None:
-        self.texts, self._most_seconds = texts, most_seconds
-        self._read = lru_cache(maxsize=None)(read_program)
-        """Programs by their texts. All of them stay: what is known goes by the types that they hold."""
-        self._models: dict[Hashable, Step] = {}
-
-    def verdict(self, edits: Edits) -> str:
-        """Return why the checker refuses changed texts, "" if it accepts them.
-
-        Raises:
-            Exception: it does neither.
-        """
-        signal.setitimer(signal.ITIMER_VIRTUAL, self._most_seconds)
-        try:
-            self._certify({**self.texts, **edits})
-        except RecursionError:
-            return "too deep"
-        except Refused as error:
-            return str(error) or "refused"
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        return ""
-
-    def _certify(self, texts: Texts) -> None:
-        manifest = read_manifest(texts)
-        if manifest.get("ranges"):
-            certify_texts(texts, manifest)
-            return
-        for part in ("", EVALUATION) if any(place.startswith(EVALUATION) for place in texts) else ("",):
-            with mock.patch("certificate.build.read_program", self._read):
-                build = read_build(texts, manifest, part)
-            self._in_forms(build)
-
-    def _in_forms(self, build: certificate.build.Build) -> None:
-        """Prove a build in one of the normal forms."""
-        refused: list[Exception] = []
-        for form, most in dict(ATTEMPTS).items():
-            try:
-                return self._in_form(build, form, most)
-            except (Refused, RecursionError) as error:
-                if isinstance(error, Malformed):
-                    raise
-                refused.append(error)
-        raise refused[0]
-
-    def _in_form(self, build: certificate.build.Build, form: Form, most: int) -> None:
-        """Prove a build in one normal form, with the model's meaning of another build if that is the same."""
-        step = Step(build)
-        trains = any(action == "B" for _, action in build.programs)
-        key = form, id(build.model), step.microbatches, step.mesh, step.axis, trains
-        known = self._models.get(key)
-        if known is None:
-            step.table.form, step.table.most = form, most
-            step.read_model()
-            known = self._models[key] = step
-        for name in _OF_MODEL:
-            setattr(step, name, getattr(known, name))
-        facts, axes, step.table._made = dict(step.table.facts), dict(step.table.axes), 0
-        step.reader._texts.clear()
-        step.tensors._reversed = False
-        try:
-            step.run_to_end()
-        finally:
-            step.table.facts = facts
-            if step.table.axes != axes:  # values of the next mutant count ranks by one letter again
-                del self._models[key]
-
-
-_OF_MODEL = ("table", "reader", "tensors", "whole", "expected", "updates", "scales", "gradients")
-"""The attributes of a step that depend on its model alone."""
 
 
 def again(texts: Texts, edits: Edits) -> str:
@@ -202,7 +109,7 @@ def judge(
     """Judge the mutants ``numbers_of`` of a build, of each source and kind alike, and return how many it has up to the
     last of these. One that is not ``compiled`` here is too large to run, so its accepted mutants are told without their
     numbers."""
-    build = Judge(texts, _MOST_SECONDS[compiled is None])
+    build = Judge(texts, 300 if compiled is None else 60)
     if reason := build.verdict({}):
         raise SystemExit(f"{name}: is refused as it is: {reason}")
     axes = [word.split("=")[0] for word in re.search(r"mesh\((.*)\)", texts[programs(texts)[0]])[1].split(", ")]  # type: ignore[index]
@@ -287,7 +194,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     counts: dict[str, Count] = {}
     left = args.start
-    signal.signal(signal.SIGVTALRM, _too_long)
     for name in args.names or BUILDS[: args.builds]:
         compiled: Any = None
         if not Path(name).is_dir():

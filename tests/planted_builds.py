@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from parc.checking.certified import certificate_of
 from parc.checking.checks import case_of, faults_by_check
 from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
@@ -24,6 +23,7 @@ from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.own_types import varied_case
 from parc.runtime.compare.simulate import compare
 from tests.captured_once import compile_once
+from tests.certified_judge import refused_in
 from tests.checked_plans import in_texts
 from tests.evaluated_plans import PLAN
 from tests.evaluated_plans import PLANS as EVALUATED_PLANS
@@ -394,8 +394,8 @@ def judge(
         return Verdict("numbers", f"does not run: {error}", False)
     if not agreement.largest <= TOLERANCE:
         return Verdict("numbers", str(agreement.worst), False)
-    if certificate_of(build.build).missing or role.actions != tuple(actions):
+    if refused_in(build.build) or role.actions != tuple(actions):
         return Verdict("", "every check accepts it", False)
-    missing = certificate_of(in_texts(build.build, read)).missing
+    missing = refused_in(build.build, in_texts(build.build, read).texts)
     same = programs is case.programs
     return Verdict("certificate", missing, False) if missing else Verdict("" if same else "equal", "it is equal", False)

@@ -9,7 +9,6 @@ from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
-from parc.checking.certified import certificate_of
 from parc.checking.checks import faults_by_check
 from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
@@ -20,6 +19,7 @@ from parc.compiler.program.text import ProgramError
 from parc.compiling.compiled import Compiled
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
+from tests.certified_judge import refused_in
 from tests.checked_plans import in_texts
 from tests.planted_builds import ROOT, reread
 from tests.planted_edits import Programs, reading, with_argument, with_main
@@ -150,7 +150,7 @@ class LargeBuild:
         build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=read)})
         if found := next((each for each in faults_by_check(build) if each), []):
             return found[0].check, found
-        missing = certificate_of(in_texts(build, read)).missing
+        missing = refused_in(self.compiled.build, in_texts(build, read).texts)
         return ("certificate", [Fault("certificate", "", missing)]) if missing else ("", [])
 
 

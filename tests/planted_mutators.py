@@ -475,9 +475,11 @@ _OTHERWISE: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )  # fmt: skip
 
 
-def changed_values(function: Function, value: Value, action: str, mesh: Any) -> Iterator[tuple[str, Function]]:
-    """Yield a function with a value changed as soon as it is there: a whole number or an activation of forward cut off
-    where data does not come to, choices turned around, what a small program makes scaled or rounded."""
+def changed_values(
+    function: Function, value: Value, action: str, mesh: Any
+) -> Iterator[tuple[str, Callable[[], Function]]]:
+    """Yield makers of a function with a value changed as soon as it is there: a whole number or an activation of
+    forward cut off where data does not come to, choices turned around, what a small program makes scaled or rounded."""
     dtype, name = value.type.dtype, value.name
     steps: list[list[tuple[str, tuple[Any, ...], torch.dtype]]] = []
     if dtype is torch.int64 and value.kind != "saved":
@@ -497,12 +499,18 @@ def changed_values(function: Function, value: Value, action: str, mesh: Any) -> 
         if value.type.shape == ():
             steps += [[("aten.mul.Scalar", (0.0,), dtype), ("aten.add.Scalar", (1.0,), dtype)]]
     for way in steps:
-        yield f"{name} by {[step[:2] for step in way]}", through(function, name, way)
+        yield f"{name} by {[step[:2] for step in way]}", partial(through, function, name, way)
     for op, number in _FAR_BY if dtype.is_floating_point and action == "F" and value.binding is None else ():
         bound = Value(f"{name}_bound", TensorType(dtype, (), Placement.of(mesh, {})))
         made = Line((bound,), "aten.full.default", ([], number), (("dtype", dtype),))
-        changed = through(function, name, [(op, (Ref(bound.name),), dtype)])
-        yield f"{name} by {op} {number}", replace(changed, lines=(made, *changed.lines))
+        way = [(op, (Ref(bound.name),), dtype)]
+        yield f"{name} by {op} {number}", partial(_beginning, made, through, function, name, way)
+
+
+def _beginning(line: Line, change: Callable[..., Function], *args: Any) -> Function:
+    """Return a changed function with one more line before all others."""
+    changed = change(*args)
+    return replace(changed, lines=(line, *changed.lines))
 
 
 # ---- changes of rows
@@ -618,6 +626,10 @@ def subject(line: Line) -> str:
     return "collective" if is_collective(line) else "call" if line.calls_function else "line"
 
 
+def _in_place(programs: Programs, action: str, change: Callable[[], Function]) -> Programs:
+    return with_function(programs, action, change())
+
+
 def mutants(
     programs: Programs, where: Callable[[str, Function], bool] = lambda name, function: True
 ) -> Iterator[Mutant]:
@@ -631,8 +643,8 @@ def mutants(
     for action, program in programs.items():
         for function in program.functions:
             for value in function.values().values() if where(action, function) else ():
-                for what, changed in changed_values(function, value, program.action, program.mesh):
-                    make = partial(with_function, programs, action, changed)
+                for what, change_value in changed_values(function, value, program.action, program.mesh):
+                    make = partial(_in_place, programs, action, change_value)
                     kind = "scale a value" if "mul.Scalar" in what else "change a value on its way"
                     yield Mutant(kind, f"{action} {what.split(' by ')[1]}", f"{action} {what}", make)
     for row in rows(programs):

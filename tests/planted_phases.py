@@ -16,7 +16,7 @@ from parc.compiler.program.program import Function, Line, Ref, Value
 from parc.compiler.program.roles import Role, group, join_roles, roles_of
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
-from tests.certified_mutants import Judge, texts_of
+from tests.certified_judge import refused_in
 from tests.planted_builds import reread
 from tests.planted_edits import Programs, with_argument, with_function, with_main
 from tests.planted_mutators import Mutant, mutants
@@ -225,13 +225,7 @@ def by_certificate(build: Good, mutant: Mutant) -> str:
     texts = texts_with(build, mutant.programs)
     if mutant.timelines is not None:
         texts["schedule.txt"] = schedule_text(mutant.timelines)
-    if id(build.compiled) not in _JUDGES:
-        _JUDGES[id(build.compiled)] = Judge(texts_of(build.compiled))
-    return "certificate" if _JUDGES[id(build.compiled)].verdict(texts) else ""
-
-
-_JUDGES: dict[int, Judge] = {}
-"""The checkers of builds, which read a model once for all mutants."""
+    return "certificate" if refused_in(build.compiled.build, texts) else ""
 
 
 def by_numbers(build: Good, mutant: Mutant) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from parc.checking.certified import certificate_of
 from parc.checking.checks import check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule
@@ -18,6 +17,7 @@ from parc.compiler.program.roles import group, join_roles, roles_of
 from parc.compiling.compiled import Compiled
 from parc.grammar.source import Source
 from tests.captured_once import compile_once
+from tests.certified_judge import refused_in
 from tests.planted_builds import ROOT, TIED, reread
 from tests.planted_edits import Programs, stacked, with_main
 from tests.planted_mutators import Mutant, mutants, sites
@@ -102,7 +102,7 @@ def refusals(build: Good, programs: Programs | None = None, schedule: str | None
         return [str(error)]
     if faults:
         return [str(fault) for fault in faults]
-    missing = certificate_of(replace(compiled.build, texts=texts_with(build, programs))).missing
+    missing = refused_in(compiled.build, texts_with(build, programs))
     return [missing] if missing else []
 
 

@@ -13,6 +13,7 @@ from parc.compiler.verify.numbers import check_constants
 from parc.compiler.verify.rounding import check_recomputed
 from parc.runtime.compare.agreement import TOLERANCE
 from parc.runtime.compare.simulate import compare
+from tests.certified_judge import refused_in
 from tests.checked_plans import in_texts
 from tests.planted_bugs import CONTEXT, EARLY, EVALUATED_STAGES, EVALUATIONS, NUMBERS, STEPS
 from tests.planted_builds import MOODY_BUILD, OFFLOADED, Row, evaluated_build, good_build, judge, table_text
@@ -58,13 +59,14 @@ def test_all_mutators_find_places() -> None:
 
 def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
     carrying = ("store", "load")
-    found = [mutant for mutant in mutants(good_build(OFFLOADED).programs)
+    build = good_build(OFFLOADED)
+    found = [mutant for mutant in mutants(build.programs)
              if any(f"parc.{word}.default" in mutant.place for word in carrying)]  # fmt: skip
     assert len(found) > 100
     for mutant in found[:: -(-len(found) // 16)]:
-        if mutant.programs != good_build(OFFLOADED).programs:
-            certified = not certificate_of(in_texts(good_build(OFFLOADED).build, mutant.programs)).missing
-            check = "" if not certified else judge(good_build(OFFLOADED), mutant.programs).check
+        if mutant.programs != build.programs:
+            certified = not refused_in(build.build, in_texts(build.build, mutant.programs).texts)
+            check = "" if not certified else judge(build, mutant.programs).check
             assert not certified or check in ("types", "parse", "shapes"), mutant.what
 
 
@@ -153,7 +155,7 @@ def test_what_is_wrong_in_the_scale_or_the_loss_is_not_certified() -> None:
     assert len(planted) > 50
     for mutant in planted:
         if (programs := mutant.programs) != build.programs:
-            certified = not certificate_of(in_texts(build.build, programs)).missing
+            certified = not refused_in(build.build, in_texts(build.build, programs).texts)
             assert not certified or judge(build, programs).check in ("types", "parse", "shapes"), mutant.what
 
 
