@@ -194,6 +194,29 @@ def test_lines_of_a_plan_share_out_all_that_a_rank_sends(folder: Path, plan: str
     assert sum(found) == sum(entry["wire_bytes"] * entry["count_per_step"] for entry in entries) > 0
 
 
+def test_each_of_two_lines_that_split_values_has_the_messages_of_its_own_modules(folder: Path) -> None:
+    lines = TENSOR + "sequence blocks.0 over tp\nsequence blocks.1 over tp\n"
+    (folder / "two.parc").write_text(PLAN + lines)
+    explainer = Explainer(side(folder, "two", "dp=1"))
+    first, second = (line.place for line in explainer.facts.lines if line.text.startswith("sequence"))
+    texts = {first: "`sequence blocks.0 over tp`", second: "`sequence blocks.1 over tp`"}
+    seen = set()
+    for entry in explainer.report["communication"]:
+        block = re.match(r"blocks\.([01])", entry["module"])
+        if block is None or entry["axis"] != "tp":
+            continue
+        own, other = (first, second) if block[1] == "0" else (second, first)
+        facts = explainer.explain(f"{entry['role']}:no:{entry['number']}").facts
+        if entry["carries"] == "gradients":
+            assert str(entry["line"]) == own
+            seen.add(("gradients", own))
+        elif entry["carries"] == "activations":
+            assert own in facts["serves"] and other not in facts["serves"]
+            assert not any(texts[other] in change for change in facts["changes"])
+            seen.update(("activations", own) for change in facts["changes"] if texts[own] in change)
+    assert seen == {(kind, line) for kind in ("gradients", "activations") for line in (first, second)}
+
+
 def test_every_message_has_a_reason_a_time_and_a_way_out(folder: Path) -> None:
     for plan in LINES:
         explainer = Explainer(side(folder, plan))

@@ -293,24 +293,39 @@ def _may_count_some(number: float, size: int, entries: int) -> bool:
 # ---- the reason why a term of a loss is averaged
 
 
-def averaging_reason(reference: Program, number: int) -> str:
+_NO_SUM = (
+    "it is no mean and no sum over samples, as a contrastive loss is none, whose samples meet: it is exact in one"
+    " microbatch, with more ranks of data, or with `recompute` if memory is short"
+)
+
+
+def averaging_reason(reference: Program, number: int, unbatched: Collection[str] = ()) -> str:
     """Return the reason why a term of the loss (numbered from 1) is averaged over microbatches and not divided once a
-    step: it is a sum of terms, or a fraction whose denominator is no sum of inputs. "" if it is neither."""
+    step: it is a sum of terms, a fraction whose denominator is no sum of inputs, or no mean and no sum over samples. ""
+    if it is none of these."""
     main = weighted_terms(reference.main).get(str(number), reference.main)
-    line = main.makers.get(dict(main.returns)[LOSS])
+    return _reason(reference, main, dict(main.returns)[LOSS], unbatched)
+
+
+def _reason(reference: Program, main: Function, name: str, unbatched: Collection[str]) -> str:
+    """Return the reason for one value."""
+    line = main.makers.get(name)
     while line is not None and facts(line.op).computes in ("multiple", "ratio") and len(line.uses) == 1:
         line = main.makers.get(line.uses[0])
     if line is None:
         return ""
     if facts(line.op).computes == "total" and all(isinstance(item, Ref) for item in line.args[:2]):
+        if _NO_SUM in (_reason(reference, main, part, unbatched) for part in line.uses):
+            return _NO_SUM
         return (
             f"it is a sum of terms{_at_source(line)}: return each by itself, and add them in the plan, as"
             " `output.a + 0.5 output.b`; each is then divided by a count of its own"
         )
     below = line.args[1] if facts(line.op).computes == "ratio" else None
-    if not isinstance(below, Ref):
-        return ""
-    denominator = main.returning({Binding("value", below.name): below.name})
+    denominator = main.returning({Binding("value", below.name): below.name}) if isinstance(below, Ref) else None
+    if not isinstance(below, Ref) or denominator is None or not denominator.parameters:
+        value = replace(reference, functions=(main.returning({LOSS: name}),))
+        return "" if combination(value, unbatched) is not None else _NO_SUM
     if any(value.kind != "input" for value in denominator.parameters):
         return f"its denominator{_at_source(line)} depends on the model, not on inputs alone"
     last = main.makers.get(below.name)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -38,7 +39,7 @@ from .complex.form import real_form
 from .complex.rules import as_pairs
 from .experts.forms import Capacity, with_experts
 from .experts.lists import unstacked
-from .faults import MASK, CaptureError, explain_failure, fault_at
+from .faults import MASK, CaptureError, calling_frame, explain_failure, fault_at
 from .functional import assigned_in_place, functional, move_updates
 from .known import AsksValues, KnownValues
 from .model_output import returned_tensors
@@ -152,6 +153,19 @@ def capture(
 
 
 @contextmanager
+def _without_gradients() -> Iterator[None]:
+    """Enter a block in which to take a gradient is an error: a capture has none yet, and a build takes those of the
+    loss alone."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        help_ = "a build differentiates the loss once: compute that gradient by a formula, or leave the term out"
+        raise CaptureError("other", "the model takes a gradient in its forward", calling_frame(), help=help_)
+
+    with mock.patch("torch.autograd.grad", refuse), mock.patch("torch.autograd.backward", refuse):
+        yield
+
+
+@contextmanager
 def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownValues) -> Iterator[None]:
     """Enter an export of a model."""
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
@@ -163,6 +177,7 @@ def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownVa
         with_unread_draws(),
         with_forwards_of_functions(),
         without_checkpoints(no_checkpoint),
+        _without_gradients(),
         without_validation(),
         with_experts(model, capacities),
         known.noting(),
@@ -237,7 +252,7 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
     for node in exported.graph.find_nodes(op="placeholder"):
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
             reader = next(iter(node.users))
-            what = "the model reads a tensor that no module holds, and that is not computed from inputs"
+            what = "the model reads a tensor that no module holds"
             help_ = "keep tensors of the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
             help_ += " gradient taken inside a forward is not captured"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""

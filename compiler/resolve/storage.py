@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...grammar.codes import CONFLICT, NO_OPERATOR, NOT_COMPRESSED, NOTHING_REMADE, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label, Severity
@@ -14,6 +14,7 @@ from ..plan.directives.recompute import Recompute
 from ..plan.directives.zero import Zero
 from ..plan.plan import Plan
 from .names import PlanNames, find_each, find_modules, find_parameters
+from .pattern import patterns_for
 from .requests import Compression, Sharding
 from .seeds import Seeds, Views
 
@@ -37,7 +38,7 @@ def shardings_of(
                 errors += views.check(outside[0], (line.axis,))
             parameters = [name for name in parameters if name not in outside]
         parts = plan.refined.parts(axis)
-        wrong = (_cannot_store(line, name, parts, seeds, said) for name in parameters)
+        wrong = (_cannot_store(line, name, parts, names, seeds, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update({(name, part): line for name in parameters for part in parts})
         for name in parameters if line.level and plan.ranks(axis) > 1 else ():
@@ -53,7 +54,7 @@ def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str]
 
 
 def _cannot_store(
-    line: Zero, name: str, parts: Sequence[str], seeds: Seeds, said: dict[tuple[str, str], Zero]
+    line: Zero, name: str, parts: Sequence[str], names: PlanNames, seeds: Seeds, said: dict[tuple[str, str], Zero]
 ) -> Diagnostic | None:
     first = next((said[name, part] for part in parts if (name, part) in said), None)
     if first is not None:
@@ -65,8 +66,25 @@ def _cannot_store(
     if seed is None or seed.dim is None or not line.level:
         return None
     message = f"`{name}` is split over `{line.axis.text}` already"
-    help_ = "name an axis whose ranks all use the whole parameter, as that of the batch; or other parameters by `on`"
+    axis = line.axis.text
+    split = [value for (value, over), other in seeds.found.items() if over == axis and other.dim is not None]
+    others = ", ".join(_patterns_of_others(names.parameters, split))
+    help_ = "name an axis whose ranks all use the whole parameter, as that of the batch"
+    if others and not line.where:
+        help_ += f"; or all others: `zero {line.level} over {axis} on {others}`"
     return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)
+
+
+def _patterns_of_others(parameters: Iterable[str], split: Sequence[str]) -> list[str]:
+    """Return patterns of the parameters that are not split, by the outermost modules in which none is."""
+
+    def around(name: str) -> list[str]:
+        path = name.split(".")
+        return [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+
+    parts = {module for name in split for module in around(name)}
+    whole = (next(module for module in around(name) if module not in parts) for name in parameters if name not in parts)
+    return patterns_for([*dict.fromkeys(whole)], parts)
 
 
 # ---- recompute

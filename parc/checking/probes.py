@@ -137,19 +137,17 @@ class ProbeBatches:
         """Write the first and the last number of a range, each twice where there is room."""
         if not self.ends or name not in self._bounds or not value.numel():
             return
-        last = self._bounds[name][0] - 1
+        last = self._bounds[name].drawn(value).flatten() - 1
         places = torch.randperm(value.numel(), generator=generator)[:4]
-        ends = torch.tensor([last, 0, last, 0][: len(places)], dtype=value.dtype)
+        ends = (last[places] * torch.tensor([1, 0, 1, 0])[: len(places)]).to(value.dtype)
         value.copy_(value.flatten().index_copy(0, places, ends).view_as(value))
 
     def _without_ends(self, name: str, value: Tensor) -> Tensor:
         """Return an input with the second number of a range in the place of its first one, and the last but one in that
         of its last, where the batches have no ends."""
-        if self.ends or name not in self._bounds or self._bounds[name][0] <= _SHORT_RANGE:
+        if self.ends or name not in self._bounds or self._bounds[name].least <= _SHORT_RANGE:
             return value
-        bound, ignore = self._bounds[name]
-        inner = value.clamp(1, bound - 2)
-        return inner if ignore is None else torch.where(value == ignore, value, inner)
+        return self._bounds[name].clamped(value)
 
     def _with_samples(self, name: str, value: Tensor, seed: int) -> Tensor:
         """Return an input with samples of the plan's data in its first half."""
@@ -166,8 +164,7 @@ class ProbeBatches:
         """Return numbers of the data below the count of rows or classes: a smaller model has fewer."""
         if name not in self._bounds:
             return value
-        bound, ignore = self._bounds[name]
-        return value % bound if ignore is None else torch.where(value == ignore, value, value % bound)
+        return self._bounds[name].within(value)
 
     @cached_property
     def _samples(self) -> dict[str, Tensor]:

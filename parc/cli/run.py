@@ -370,6 +370,7 @@ def torch_device(args: argparse.Namespace) -> torch.device | None:
 
 
 def _train(args: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+    from parc.compiler.build.first_check import is_of_first_check
     from parc.runtime.compare.first_check import first_check
     from parc.runtime.compare.full_step import full_step
     from parc.runtime.launch.predict import predict
@@ -378,11 +379,14 @@ def _train(args: argparse.Namespace, build: Build, options: Options, device: tor
     from parc.runtime.session.session import Session
 
     keep_memory()
+    first = int(os.environ.get("RANK", "0")) == 0
     if args.full_step:
         outcome = full_step(build, device, compile=args.compile)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if first:
             say(f"{args.target}: {outcome.text()}")
         return 0
+    if options.first_check and args.compile and first and any(map(is_of_first_check, build.texts)):
+        say("compiling the programs of the first check, which can take minutes; `--no-first-check` goes without…")
     checked = first_check(build, device, compile=args.compile) if options.first_check else None
     session = Session(build, device, compile=args.compile, trace=options.trace is not None)
     if args.predict is None:

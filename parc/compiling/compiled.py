@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import ACTIONS, Action, schedule_text
-from parc.compiler.program.optimizers import WEIGHT_LIMITS
+from parc.compiler.program.optimizers import WEIGHT_LIMITS, grouped
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.experts import routing_facts
 from parc.compiler.resolve.placements import Resolved
@@ -191,13 +191,15 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
     parts = [part.built for part in (compiled, evaluation) if part is not None]
     written = [program for part in parts for role in part.roles.values() for program in role.values()]
     operators = operator_facts([*written, *(part.reference for part in parts)])
+    of_programs = program_facts(built.programs, built.reference)
+    groups = _groups(compiled, of_programs["parameters"])
     return {
         **facts,
-        **program_facts(built.programs, built.reference),
+        **of_programs,
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": ".",
-        "optimizer": {**facts["optimizer"], "groups": list(compiled.resolved.groups), **_limits(compiled)},
+        "optimizer": {**facts["optimizer"], "groups": groups, **_limits(compiled)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
                       for fact, line in zip(facts["precision"], compiled.request.computing.precision, strict=True)],
@@ -216,6 +218,12 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
                            "divisions": division_facts(evaluation)}}),
         **routing_facts(compiled.request.placing.experts),
     }  # fmt: skip
+
+
+def _groups(compiled: Compiled, stored: Container[str]) -> list[Mapping[str, Any]]:
+    """Return the optimizer's groups of the parameters that programs have: the loss depends on no others."""
+    groups = ((group["set"], filter(stored.__contains__, group["parameters"])) for group in compiled.resolved.groups)
+    return list(grouped(groups))
 
 
 def _limits(compiled: Compiled) -> dict[str, dict[str, list[float | None]]]:

@@ -459,10 +459,11 @@ def averaged_term(compiled: Compiled, number: int) -> Diagnostic:
     averaged = f"the losses of {many} microbatches are averaged"
     if not alone:
         averaged = f"term {number} of the loss is averaged over {many} microbatches"
+    reason = averaging_reason(compiled.build.reference, number, compiled.plan.unbatched)
     return Diagnostic(
         AVERAGED, f"{averaged}, which may not be the whole batch's {'loss' if alone else 'value'}",
         Label(loss.span if alone else loss.term_span(number)),
-        notes=tuple(reason for reason in [averaging_reason(compiled.build.reference, number)] if reason),
+        notes=(reason,) if reason else (),
         help="exact are means, sums, `cross_entropy(…)`, `(losses * mask).sum() / mask.sum()` of a mask that is "
         "made of inputs alone, and a sum that the plan divides: `/ N`, or `/ INPUT`",
         severity=Severity.NOTE if auxiliary and not alone else Severity.WARNING,

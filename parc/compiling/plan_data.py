@@ -20,7 +20,7 @@ from parc.compiling.callable_faults import callable_diagnostic, own_trace
 from parc.grammar.codes import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.runtime.data.feed import MISFIT_HELP, input_types
-from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds
+from parc.runtime.data.random_batch import class_bounds
 from parc.runtime.data.samples import DataError, SampleSource, sample_misfit
 from parc.runtime.data.sources import Wanted, open_data
 
@@ -104,11 +104,11 @@ def _check_first(plan: Plan, line: Data | Eval, said: SamplesSaid, sample: Mappi
         raise PlanError([_data_fault(plan, line, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
     if wrong := _misfits(plan, line, sample, inputs):
         raise PlanError(wrong)
-    for name, (bound, ignore) in class_bounds(build.reference).items():
-        if message := beyond(name, sample[name], bound, ignore):
+    for name, bound in class_bounds(build.reference).items():
+        message, help_ = bound.fault(name, sample[name])
+        if message:
             other = f"; or another `dtype`, if the file's is not {said.dtype}" * bool(said.dtype)
-            help_ = beyond_help(bound, ignore) + other
-            raise PlanError([_data_fault(plan, line, f"sample 0: {message}", help_, name)])
+            raise PlanError([_data_fault(plan, line, f"sample 0: {message}", help_ + other, name)])
 
 
 def _first_sample(plan: Plan, folder: Path, line: Data | Eval, said: SamplesSaid) -> FirstSample | None:

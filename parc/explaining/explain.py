@@ -13,6 +13,7 @@ from parc.compiler.analysis.across_nodes import ALGORITHMS, nic_bytes, place_of,
 from parc.compiler.analysis.memory import MEMORY_KINDS
 from parc.compiler.clock.programs import MessageTime
 from parc.compiler.program.blocks import complete
+from parc.compiler.resolve.pattern import Pattern
 from parc.explaining.flights import RoleMessages
 from parc.explaining.reasons import Reason, changes, message_reason
 from parc.explaining.seconds import LineSeconds, StepSeconds, seconds_words, sum_of
@@ -177,9 +178,13 @@ class Explainer:
         splitting = [line for line in self.facts.lines if _splits_values(line, entry["axis"])]
         if entry["carries"] != "activations" or entry["op"] == "send":
             splitting = []
+        near = {complete(module, entry["module"]) for module in (*self._reason(entry).modules, entry["module"])}
+        if len(splitting) > 1:
+            others = [line for line in splitting if not any(_names(line, module) for module in near)]
+            if len(others) < len(splitting):  # blocks that lines of their own split share a function, with one's lines
+                splitting, causes = ([line for line in each if line not in others] for each in (splitting, causes))
         if len(causes) < 2:
             return causes if causes and causes[0] in splitting else [*causes, *splitting]
-        near = {complete(module, entry["module"]) for module in (*self._reason(entry).modules, entry["module"])}
         places = {place for name, place in self.facts.placed.items() if {name, name.rpartition(".")[0]} & near}
         return [line for line in causes if line.place in places or line in splitting]
 
@@ -313,7 +318,7 @@ class Explainer:
 
     def _removed_by(self, entry: Mapping[str, Any]) -> list[str]:
         lines = self._serving(entry)
-        verbs = {line.text.split()[0]: line_text(line) for line in self.facts.lines}
+        verbs = {line.text.split()[0]: line_text(line) for line in (*self.facts.lines, *lines)}
         cause = lines[0] if lines else None
         return [*changes(entry, verbs, line_text(cause) if cause is not None else "")]
 
@@ -578,6 +583,13 @@ def _splits_values(line: PlanLine, axis: str) -> bool:
     """Return whether a line splits values between modules over an axis."""
     verb, *words = line.text.split()
     return verb in ("sequence", "context") and axis in words
+
+
+def _names(line: PlanLine, module: str) -> bool:
+    """Return whether a line names a module, or one around it."""
+    _, *words = re.split(r",?\s+", line.text.partition(" over ")[0])
+    path = module.split(".")
+    return any(Pattern(word).matches(".".join(path[:depth])) for word in words for depth in range(1, len(path) + 1))
 
 
 TOPICS: Mapping[str, Callable[[Explainer], Explanation]] = {"memory": Explainer.memory, "time": Explainer.time}

@@ -120,7 +120,7 @@ def changes(row: Mapping[str, Any], plan: Mapping[str, str], cause: str) -> Iter
     elif carries == "weights":
         yield from _of_weights(row, axis, verb, cause)
     else:
-        yield from _of_activations(row, axis, plan)
+        yield from _of_activations(row, axis, plan, verb)
 
 
 def _of_weights(row: Mapping[str, Any], axis: str, verb: str, cause: str) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _of_weights(row: Mapping[str, Any], axis: str, verb: str, cause: str) -> Ite
         yield "it can hide only behind work that comes before it, and the first weights have none"
 
 
-def _of_activations(row: Mapping[str, Any], axis: str, plan: Mapping[str, str]) -> Iterator[str]:
+def _of_activations(row: Mapping[str, Any], axis: str, plan: Mapping[str, str], verb: str) -> Iterator[str]:
     sequence, context = (
         (line if axis in line.split() else "") for line in (plan.get("sequence", ""), plan.get("context", ""))
     )
@@ -148,6 +148,6 @@ def _of_activations(row: Mapping[str, Any], axis: str, plan: Mapping[str, str]) 
         yield f"without `{sequence}` these become all_reduces of as many bytes, and values between layers are whole"
         if row["phase"] == "backward" and row["op"] == "all_gather" and "keep gathered" not in sequence:
             yield f"`{sequence} keep gathered` does not gather it again for backward, and keeps it whole until then"
-    else:
+    elif verb != "vocab":
         yield f"`sequence` over `{axis}` sends as much, but splits the values between these layers"
     yield f"fewer ranks of `{axis}`: each then holds more of the weights, and multiplies more"

@@ -215,14 +215,14 @@ class PageFacts:
     def placed_by(self, line: PlanLine) -> list[str]:
         """Return the patterns of the names that a line places, those of activations as `out(layers.*)`."""
         alike: dict[tuple[str, str], list[str]] = {}
-        every: dict[str, list[str]] = {}
+        every: dict[str, dict[str, None]] = {"": dict.fromkeys(self.build.types)}
         for text, place in self.placed.items():
             match = re.fullmatch(r"(\w+)\((.+)\)", text)
             side, name = match.groups() if match else ("", text)
-            every.setdefault(side, []).append(name)
+            every.setdefault(side, {})[name] = None
             if place == line.place:
                 alike.setdefault((side, starred(name)), []).append(name)
-        patterns = [(side, pattern_of(names, every[side])) for (side, _), names in alike.items()]
+        patterns = [(side, pattern_of(names, [*every[side]])) for (side, _), names in alike.items()]
         return [f"{side}({pattern})" if side else pattern for side, pattern in patterns]
 
     @cached_property

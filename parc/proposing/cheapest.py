@@ -34,6 +34,7 @@ from parc.compiler.ops.own_ops import OPS
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.layouts import SplitWeights
 from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.resolve.pattern import patterns_for
 from parc.compiler.resolve.placements import Resolved
 from parc.compiler.resolve.requests import Request
 from parc.compiling.compiled import Compiled
@@ -46,7 +47,7 @@ from parc.passes.placing.partition import Partition
 from parc.passes.placing.sites import input_dims
 from parc.proposing.axis_price import AxisPrice, AxisPricing
 from parc.proposing.integer_program import Limits, solve
-from parc.proposing.lines import PlacingLine, lines_of, patterns_for
+from parc.proposing.lines import PlacingLine, lines_of
 from parc.proposing.placements import Claims, Search, SplitGroup
 from parc.proposing.proposal import initial_lines
 from parc.proposing.ways import Prices, Ways

@@ -2,92 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from parc.compiler.layout.stretches import Outer
 from parc.compiler.resolve.names import PlanNames
-from parc.compiler.resolve.pattern import Pattern
+from parc.compiler.resolve.pattern import patterns_for
 from parc.compiler.sizes.size_range import BATCH
 from parc.grammar.format import format_source
 from parc.grammar.source import Source
 from parc.proposing.placements import Search, SplitGroup
 from parc.proposing.tasks import Task
-
-# ---- patterns
-
-
-_DIGITS = re.compile(r"\d+")
-
-
-def patterns_for(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Return few, short patterns that match these names and none of the ``others``.
-
-    >>> patterns_for(["h.0.q", "h.1.q", "h.0.k", "h.1.k", "h.0.v"], ["h.0.o"])
-    ['h.*.{q,k}', 'h.0.v']
-    >>> patterns_for(["net.0", "net.2", "words", "head"], ["net.4"])
-    ['net.{0,2}', 'words', 'head']
-    >>> patterns_for([f"h.{block}.{name}_proj" for block in (0, 1) for name in "qkv"], ["h.0.o_proj", "h.1.o_proj"])
-    ['h.*.{q,k,v}_proj']
-    """
-    wanted = set(names)
-    wrong = set(others) - wanted
-    return _with_alternatives(list(dict.fromkeys(_starred(name, wanted, wrong) for name in names)))
-
-
-def _starred(name: str, wanted: Collection[str], wrong: Collection[str]) -> str:
-    """Return the name with a star for every number that other wanted names, and no wrong ones, vary."""
-    pattern, start = name, 0
-    while (number := _DIGITS.search(pattern, start)) is not None:
-        tried = f"{pattern[: number.start()]}*{pattern[number.end() :]}"
-        both = Pattern(tried)
-        alike = sum(map(both.matches, wanted)) > sum(map(Pattern(pattern).matches, wanted))
-        if alike and not any(map(both.matches, wrong)):
-            pattern, start = tried, number.start() + 1
-        else:
-            start = number.end()
-    return pattern
-
-
-def _with_alternatives(patterns: Sequence[str]) -> list[str]:
-    """Join patterns that differ in one segment into one with alternatives there."""
-    joined = [pattern.split(".") for pattern in patterns]
-    for at in range(max(map(len, joined), default=0)):
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for segments in joined:
-            plain = 1 < len(segments) > at and not {"*", "{"} & set(segments[at])
-            same = (*segments[:at], "", *segments[at + 1 :]) if plain else tuple(segments)
-            alike.setdefault(same, []).append(segments[at] if plain else "")
-        joined = [[*same[:at], _alternatives(words), *same[at + 1 :]] if words[0] else [*same]
-                  for same, words in alike.items()]  # fmt: skip
-    return [".".join(segments) for segments in joined]
-
-
-def _alternatives(words: Sequence[str]) -> str:
-    """Return words as one segment with alternatives; shared starts and ends are outside the braces."""
-    if len(words) == 1:
-        return words[0]
-    start = _common_start(words)
-    rest = [word[len(start) :] for word in words]
-    end = _common_start([word[::-1] for word in rest])[::-1]
-    inner = [word[: len(word) - len(end)] for word in rest]
-    if not all(inner) or not _whole_words(start, end):
-        return f"{{{','.join(words)}}}"
-    return f"{start}{{{','.join(inner)}}}{end}"
-
-
-def _common_start(words: Sequence[str]) -> str:
-    """Return the letters with which all words begin."""
-    return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*words)))  # noqa: B905
-
-
-def _whole_words(start: str, end: str) -> bool:
-    """Return whether shared starts and ends are whole parts of words: `_proj` of `q_proj` and `k_proj` is, `g` of
-    `gate` and `glue` is not."""
-    return (not start or not start[-1].isalnum()) and (not end or not end[0].isalnum())
-
 
 # ---- lines that place weights
 

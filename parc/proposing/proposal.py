@@ -268,9 +268,9 @@ def _no_inputs(plan: Plan, caller: Caller, call: ForwardCall) -> Diagnostic:
     if where := user_frame(error):
         notes.append(f"at {where}")
     names = ", ".join(caller.parameters)
-    first = next(iter(call.guesses), None)
-    help_ = f'give its inputs, as `--input "{first} float32 [B, 3, 32, 32]"`, once for each input'
-    if first is None:
+    options = (f'--input "{name} {guess.text()}"' for name, guess in call.guesses.items())
+    help_ = f"correct the types or dims in these options, and give them: `{' '.join(options)}`"
+    if not call.guesses:
         help_ = "write a forward that takes tensors"
     return Diagnostic(NO_INPUTS, f"no inputs were found with which forward({names}) runs",
                       Label(plan.model.span), help=help_, notes=tuple(notes))  # fmt: skip

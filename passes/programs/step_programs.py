@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -41,7 +42,7 @@ from ...compiler.program.step_values import (
     Division,
     residual,
 )
-from ...compiler.resolve.requests import Request
+from ...compiler.resolve.requests import Claim, Request
 from ..calls import outputs
 from .assemble import Assembled, call_segments
 from .compress import Compressor
@@ -245,15 +246,34 @@ def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) ->
     return write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
 
 
-def _splitting_lines(request: Request) -> dict[str, int]:
-    """Return, by axis, the line of the plan that splits the samples or the sequence over it, so that every rank has a
-    part of each gradient: the line of an input, else of a context, else of a value inside the model."""
-    placing, lines = request.placing, dict[str, int]()
+def _splitting_lines(request: Request, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return, by parameter and axis, the line of the plan that splits the samples or the sequence over it, so that
+    every rank has a part of the gradient: the line of an input, else of a context, else of a value inside the model. Of
+    several lines of the last kind that of the nearest module counts, for a parameter near none that of the one before.
+    """
+    placing = request.placing
     claims = [claim for claim in placing.claims if claim.split is not None]
-    lines.update((claim.axis, claim.line) for claim in reversed(claims) if claim.site)
-    lines.update((axis, one.line) for one in placing.context for axis in placing.mesh.parts(one.axis))
-    lines.update((claim.axis, claim.line) for claim in reversed(claims) if claim.value.kind == "input")
+    everywhere = {axis: one.line for one in placing.context for axis in placing.mesh.parts(one.axis)}
+    everywhere.update((claim.axis, claim.line) for claim in reversed(claims) if claim.value.kind == "input")
+    inside: dict[str, list[Claim[Binding]]] = {}
+    for claim in claims:
+        if claim.site and claim.axis not in everywhere:
+            inside.setdefault(claim.axis, []).append(claim)
+    last = {axis: of_axis[0].line for axis, of_axis in inside.items()}
+    several = {axis: of_axis for axis, of_axis in inside.items() if len({claim.line for claim in of_axis}) > 1}
+    lines = {}
+    for name in names:
+        for axis, of_axis in several.items():
+            near = max(of_axis, key=lambda claim: _shared_path(claim.site, name))
+            last[axis] = near.line if _shared_path(near.site, name) else last[axis]
+        lines[name] = {**last, **everywhere}
     return lines
+
+
+def _shared_path(site: str, name: str) -> int:
+    """Return how many modules around a parameter are around a value such as ``out(blocks.0)`` too."""
+    pairs = zip(site.rstrip(")").partition("(")[2].split("."), name.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _causes(request: Request, name: str, stored: TensorType, splitting: Mapping[str, int]) -> dict[str, int]:
@@ -276,12 +296,14 @@ def _reduce(step: StepMaterials, role: str, gradients: Mapping[str, Value | None
     divides = step.scaled and any(value is not None for value in gradients.values())
     unscale = write.take("unscale", whole_type(step.mesh, torch.float32), UNSCALE) if divides else None
     # all sums first: on a real network they run side by side
-    reduced, splitting = [], _splitting_lines(step.request)
+    reduced, splitting = [], _splitting_lines(step.request, gradients)
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
         tied = gradient is None or (across is not None and name in across.tied)
         value, *left = step.compressor.sums(write, name, None if tied else gradient, types[name], unscale, origin) or [
-            write.gradient(name, gradient, types[name], origin, _causes(step.request, name, types[name], splitting))
+            write.gradient(
+                name, gradient, types[name], origin, _causes(step.request, name, types[name], splitting[name])
+            )
         ]
         reduced.append((name, value, origin))
         returns += [(residual(name), one.name) for one in left]

@@ -29,7 +29,7 @@ from ...grammar.codes import BAD_DATA
 from ..ranks.faults import RunError
 from ..ranks.processes import data_limit_s
 from ..ranks.waits import WAITS
-from .random_batch import beyond, beyond_help, class_bounds
+from .random_batch import class_bounds
 from .reading import Closing, RowReader, in_thread
 from .samples import DataError, raised_at, sample_misfit
 from .sources import OWN_CODE, line_of, make_data
@@ -56,10 +56,10 @@ class Tails:
         for function in (each for each in self._reference.functions if each.name == "count"):
             numbers = _comparands(function)
             fills = {name: numbers.get(name, 0) for name in self._names if name in function.bound("input")}
-        for name, (bound, ignore) in class_bounds(self._reference).items():
-            if name in self._names and ignore is not None:
-                fills[name] = ignore
-            elif not 0 <= fills.get(name, 0) < bound:
+        for name, bound in class_bounds(self._reference).items():
+            if name in self._names and bound.ignore is not None:
+                fills[name] = bound.ignore
+            elif not 0 <= fills.get(name, 0) < bound.least:
                 del fills[name]  # the input is an index too, and no row or class has this number
         return fills
 
@@ -457,8 +457,9 @@ class Feed:
 
     def _check_numbers(self, name: str, value: torch.Tensor, notes: Sequence[str] = ()) -> None:
         """Check that indices of rows and classes are below their count: a split table would not notice."""
-        if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
-            raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
+        message, help_ = self._bounds[name].fault(name, value) if name in self._bounds else ("", "")
+        if message:
+            raise RunError(BAD_DATA, message, help_, notes)
 
 
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:

@@ -3,14 +3,83 @@ offsets that rise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.own_ops import NO_CLASS
 from ...compiler.ops.rules import facts, has_rule
-from ...compiler.program.program import Program, Ref, Value
+from ...compiler.program.program import Line, Program, Ref, Value, operator
+
+NO_BOUND = 2**63 - 1
+"""The bound of numbers that are no indices."""
+
+
+class Bound(NamedTuple):
+    """The number of rows or classes that an input's indices name, and the index that a loss ignores, if any. Where
+    entries look up different tables, ``rows`` is a tensor that broadcasts against the input."""
+
+    rows: int | torch.Tensor
+    ignore: int | None = None
+
+    @property
+    def least(self) -> int:
+        """The least number of rows or classes that an entry may name."""
+        return self.rows if isinstance(self.rows, int) else int(self.rows.min())
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the bound of each entry of a value: a whole input, or a part of its rows. Of dims in which the value
+        is cut, the largest bound counts.
+
+        >>> Bound(torch.tensor([[1000, 7]])).of(torch.zeros(3, 2)).tolist()
+        [[1000, 7], [1000, 7], [1000, 7]]
+        """
+        rows = torch.as_tensor(self.rows)
+        while rows.dim() > value.dim():  # a sample has no dim of samples
+            rows = rows.amax(0)
+        for dim in range(-rows.dim(), 0):
+            if rows.shape[dim] not in (1, value.shape[dim]):
+                rows = rows.amax(dim, keepdim=True)
+        return rows.expand(value.shape)
+
+    def drawn(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the number below which each entry of a value is drawn at random: 2 for one that is no index."""
+        rows = self.of(value)
+        return torch.where(rows == NO_BOUND, 2, rows)
+
+    def clamped(self, value: torch.Tensor) -> torch.Tensor:
+        """Return numbers without the first and the last of their range, the ignored one apart."""
+        rows = self.of(value)
+        inner = torch.where(rows == NO_BOUND, value, value.clamp(1).minimum(rows - 2))
+        return self._but_ignored(value, inner)
+
+    def within(self, value: torch.Tensor) -> torch.Tensor:
+        """Return numbers modulo the rows or classes that they name, the ignored one apart."""
+        return self._but_ignored(value, value % self.of(value))
+
+    def fault(self, name: str, value: torch.Tensor) -> tuple[str, str]:
+        """Return the message about the first number of an input that names no row or class, and the advice; "" and ""
+        if there is none."""
+        rows = self.of(value)
+        wrong = (rows != NO_BOUND) & ((value < 0) | (value >= rows))
+        if self.ignore is not None:
+            wrong &= value != self.ignore
+        if not bool(wrong.any()):
+            return "", ""
+        bound, number = int(rows[wrong][0]), int(value[wrong][0])
+        ignored = f", or {self.ignore} where the loss is to ignore it" if self.ignore is not None else ""
+        if isinstance(self.rows, int):
+            help_ = f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
+            return f"`{name}` holds {number}, but the model knows 0 to {bound - 1}", help_
+        at = ", ".join(map(str, wrong.nonzero()[0].tolist()))
+        help_ = f"give numbers below {bound} there{ignored}, or the table more rows"
+        return f"`{name}` holds {number} at [{at}], but the model knows 0 to {bound - 1} there", help_
+
+    def _but_ignored(self, value: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        return changed if self.ignore is None else torch.where(value == self.ignore, value, changed)
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
@@ -21,19 +90,20 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
     for index in range(microbatches):
         batch = {}
         for name, value in inputs.items():
-            bound, ignore = bounds.get(name, (2, None))
-            batch[name] = _random_input(value.type, ends.get(name, bound - 1) + 1, generator)
+            bound = bounds.get(name, Bound(2))
+            rows = bound.rows if name not in ends else ends[name] + 1
+            batch[name] = _random_input(value.type, rows if isinstance(rows, int) else bound, generator)
             if name in ends and batch[name].dim():
                 offsets = batch[name].sort(-1).values
                 offsets[..., -1], offsets[..., 0] = ends[name], 0  # of all entries, the first and the last bag too
                 batch[name] = offsets
             if name in positive:
                 batch[name] = batch[name].abs() + 1
-            if ignore is not None:
+            if bound.ignore is not None:
                 share = 0.1 + 0.5 * index / microbatches
                 drop = torch.rand(value.type.shape, generator=generator) < share
                 drop.view(-1)[[0, -1]] = False  # a loss may leave the first position of each sample out, or the last
-                batch[name] = torch.where(drop, ignore, batch[name])
+                batch[name] = torch.where(drop, bound.ignore, batch[name])
         batches.append(batch)
     return batches
 
@@ -62,38 +132,79 @@ def _divisors(reference: Program) -> set[str]:
     return divisors
 
 
-def _random_input(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
+def _random_input(type_: TensorType, bound: int | Bound, generator: torch.Generator) -> torch.Tensor:
     if type_.dtype.is_floating_point:
         return torch.randn(type_.shape, generator=generator, dtype=torch.float64)
     if type_.dtype is torch.bool:
         return torch.rand(type_.shape, generator=generator) < 0.5
-    return torch.randint(0, bound, type_.shape, generator=generator, dtype=type_.dtype)
+    if isinstance(bound, int):
+        return torch.randint(0, bound, type_.shape, generator=generator, dtype=type_.dtype)
+    share = torch.rand(type_.shape, generator=generator, dtype=torch.float64)
+    return (share * bound.drawn(share)).to(type_.dtype)
 
 
-def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> str:
-    """Return the message about the first number of an input that names none of the model's ``bound`` rows or classes;
-    "" if there is none."""
-    wrong = (value < 0) | (value >= bound)
-    if ignore is not None:
-        wrong &= value != ignore
-    return f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}" if bool(wrong.any()) else ""
+Box = tuple[slice, ...]
+"""Slices of the dims of a tensor."""
 
 
-def beyond_help(bound: int, ignore: int | None) -> str:
-    """Return the advice for a number that names no row or class."""
-    ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
-    return f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
+class _Entries(NamedTuple):
+    """The entries of an input that a value holds: the input's name, a view of it without memory, and slices of its dims
+    that hold them all. A value that holds them in another order has the view of the value before it."""
+
+    name: str
+    view: torch.Tensor
+    box: Box
 
 
-def _inputs_behind(program: Program) -> dict[str, str]:
-    """Return, for each value that holds entries of one input, that input's name."""
-    origin = {value.name: name for name, value in program.main.bound("input").items()}
+def _inputs_behind(program: Program) -> dict[str, _Entries]:
+    """Return, for each value that holds entries of one input, these."""
+    origin: dict[str, _Entries] = {}
+    for name, value in program.main.bound("input").items():
+        view = torch.empty(value.type.shape, device="meta")
+        origin[value.name] = _Entries(name, view, _box(view.shape, view))
+    shapes = {entries.name: entries.view.shape for entries in origin.values()}
     for line in program.main.lines:
         row, first = facts(line.op), line.args[0] if line.args else None
-        moved = row.keeps_values or row.casts
-        if moved and isinstance(first, Ref) and first.name in origin and line.results[0] is not None:
-            origin[line.results[0].name] = origin[first.name]
+        if (row.keeps_values or row.casts) and isinstance(first, Ref) and first.name in origin:
+            before = origin[first.name]
+            views = _views(line, before.view) if row.storage == "view" else [before.view] * len(line.results)
+            for result, view in zip(line.results, views, strict=True):
+                if result is not None:  # both hold the entries
+                    pairs = zip(before.box, _box(shapes[before.name], view), strict=True)
+                    box = tuple(
+                        min(pair, key=lambda part: len(range(part.start, part.stop, part.step))) for pair in pairs
+                    )
+                    origin[result.name] = before._replace(view=view, box=box)
     return origin
+
+
+def _views(line: Line, entries: torch.Tensor) -> list[torch.Tensor]:
+    try:
+        views = operator(line.op)(entries, *line.args[1:], **dict(line.kwargs))
+    except (RuntimeError, IndexError):  # the operand is in another order than the entries here, or has other dims
+        return [entries] * len(line.results)
+    return [views] if isinstance(views, torch.Tensor) else list(views)
+
+
+def _box(shape: Sequence[int], view: torch.Tensor) -> Box:
+    """Return slices of the dims of a tensor of a shape that hold all entries of a view of it.
+
+    >>> x = torch.empty(4, 6, device="meta")
+    >>> _box(x.shape, x[:, 1::2]), _box(x.shape, x[:, :5].flatten())
+    ((slice(0, 4, 1), slice(1, 6, 2)), (slice(0, 4, 1), slice(0, 6, 1)))
+    """
+    whole = tuple(slice(0, size, 1) for size in shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = [view.storage_offset() // stride % size for stride, size in zip(strides, shape, strict=True)]
+    last, steps = list(first), [0] * len(shape)
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        if stride and size > 1:
+            dim = next(dim for dim, below in enumerate(strides) if below <= stride)
+            step = stride // strides[dim]
+            last[dim], steps[dim] = last[dim] + step * (size - 1), math.gcd(steps[dim], step)
+            if stride % strides[dim] or last[dim] >= shape[dim]:  # a diagonal, or several dims that became one
+                return whole
+    return tuple(slice(at, end + 1, step or 1) for at, end, step in zip(first, last, steps, strict=True))
 
 
 def _ends_of_offsets(program: Program) -> Mapping[str, int]:
@@ -104,29 +215,42 @@ def _ends_of_offsets(program: Program) -> Mapping[str, int]:
         at = facts(line.op).rises_at
         entries, offsets = (line.args[0], line.args[at]) if at is not None else (None, None)
         if isinstance(entries, Ref) and isinstance(offsets, Ref) and offsets.name in origin:
-            ends[origin[offsets.name]] = values[entries.name].type.shape[-1]
+            ends[origin[offsets.name].name] = values[entries.name].type.shape[-1]
     return ends
 
 
-def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
-    """Return, for each input of indices, the count of rows or classes, and the index that a loss ignores, if any. An
-    input that indexes a tensor too, as in ``weight[target] * cross_entropy(output, target)``, has none to ignore."""
-    main = program.main
-    values = main.values()
-    origin = _inputs_behind(program)
-    bounds: dict[str, tuple[int, int | None]] = {}
+def class_bounds(program: Program) -> dict[str, Bound]:
+    """Return the bound of each input of indices. An input that indexes a tensor too, as in
+    ``weight[target] * cross_entropy(output, target)``, has none to ignore."""
+    main, origin = program.main, _inputs_behind(program)
+    values, inputs = main.values(), main.bound("input")
+    rows: dict[str, torch.Tensor] = {}
+    ignored: dict[str, int | None] = {}
     indices = set[str]()
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]
         row = facts(line.op)
         if row.counted is not None and names[row.named_at] in origin:
             table, dim = row.counted
-            name, size = origin[names[row.named_at]], values[names[table]].type.shape[dim]
-            bound, ignore = bounds.get(name, (size, None))
-            ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
-            bounds[name] = (min(bound, size), ignore)
-            if ignore == NO_CLASS:
+            name, _, box = origin[names[row.named_at]]
+            bounds = _bounds(inputs[name].type.shape, box, values[names[table]].type.shape[dim])
+            rows[name] = torch.minimum(rows[name], bounds) if name in rows else bounds
+            ignored[name] = ignored.get(name) if row.ignored_at is None else line.args[row.ignored_at]
+            if ignored[name] == NO_CLASS:
                 indices.add(name)
         if row.ignored_at is None and (row.moves in ("index", "scatter") or not has_rule(line.op)):
-            indices.update(origin[name] for name in line.uses if name in origin)
-    return {name: (bound, None if name in indices else ignore) for name, (bound, ignore) in bounds.items()}
+            indices.update(origin[name].name for name in line.uses if name in origin)
+    return {name: Bound(_alike(rows[name]), None if name in indices else ignored[name]) for name in rows}
+
+
+def _bounds(shape: Sequence[int], box: Box, size: int) -> torch.Tensor:
+    """Return the bounds of an input of which some entries are below a size, 1 along each dim that has them all."""
+    whole = [part == slice(0, length, 1) for part, length in zip(box, shape, strict=True)]
+    bounds = torch.full([1 if all_ else length for all_, length in zip(whole, shape, strict=True)], NO_BOUND)
+    bounds[tuple(slice(None) if all_ else part for all_, part in zip(whole, box, strict=True))] = size
+    return bounds
+
+
+def _alike(bounds: torch.Tensor) -> int | torch.Tensor:
+    first = bounds.flatten()[0]
+    return int(first) if bool((bounds == first).all()) else bounds

@@ -25,7 +25,7 @@ from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
 from .datasets import dataset_source
-from .random_batch import class_bounds
+from .random_batch import Bound, class_bounds
 from .samples import DataError, Order, Ordered, SampleSource, asked, check_order, raised_at
 from .saved_rows import folder_source
 from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
@@ -163,14 +163,13 @@ class CallableData:
 class SyntheticData:
     """Random samples of the plan's inputs, functions of ``seed``, the sample's number and the input's name alone.
 
-    Whole numbers of an input are below its entry in ``bounds``, the count of rows or classes; without one they are 0 or
-        1.
+    Whole numbers of an input are below its entry in ``bounds``; without one they are 0 or 1.
     """
 
     count: int | None = None
 
     def __init__(
-        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, int], seed: int
+        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, Bound], seed: int
     ) -> None:
         self._inputs, self._sizes, self._bounds, self._seed = inputs, sizes, bounds, seed
 
@@ -185,7 +184,7 @@ class SyntheticData:
         key = stream(self._seed, f"synthetic {name}", number)
         if dtype.is_floating_point:
             return normal(key, index).to(dtype)
-        return (uniform(key, index) * self._bounds.get(name, 2)).to(torch.int64).to(dtype)
+        return (uniform(key, index) * self._bounds.get(name, Bound(2)).drawn(index)).to(torch.int64).to(dtype)
 
 
 # ---- the opening of a line's samples
@@ -211,12 +210,12 @@ _CALLABLE_HELP = {
 class Wanted:
     """The samples that a line wants, as a manifest has it, and the facts of its plan: ``inputs``, ``loss``, ``sizes``,
     ``seed``, and the names of the inputs that are ``needed``, where these are not all. Names of files are relative to
-    ``folder``; ``bounds`` are the counts of rows or classes that inputs may name."""
+    ``folder``; ``bounds`` say which rows or classes inputs may name."""
 
     line: Mapping[str, Any]
     facts: Mapping[str, Any]
     folder: Path
-    bounds: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Sequence[Mapping[str, Any]]:
@@ -339,9 +338,8 @@ def make_data(build: Build) -> SampleSource:
     manifest, line = build.manifest, build.manifest["data"]
     if line is None:
         raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
-    bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
     try:
-        return open_data(Wanted(line, manifest, build.folder, bounds), not build.trains)
+        return open_data(Wanted(line, manifest, build.folder, class_bounds(build.reference)), not build.trains)
     except (CallableError, DataError) as error:
         notes = [note for note in (line_of(build), raised_at(error)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

@@ -219,7 +219,7 @@ def test_a_large_model_gets_a_twin_of_its_structure(kinds: Path, tmp_path: Path,
         (
             ["{kinds}:Odd"],
             ["error[P0270]: no inputs were found with which forward(x) runs", "AssertionError: pictures of 17 by 5",
-             "kinds.py", 'help: give its inputs, as `--input "x float32 [B, 3, 32, 32]"`'],
+             "kinds.py", "help: correct the types or dims in these options, and give them: `--input \"x "],
         ),
         (["{kinds}:Mute"], ["error[P0204]: forward returns NoneType, in which no tensor is found"]),
         (["{kinds}:Configured"], ["error[P0201]", "needs `config`", "write a function that makes it and returns"]),

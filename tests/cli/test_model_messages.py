@@ -81,6 +81,15 @@ class Model(nn.Module):
     def kept_reentrant(self, x):
         return checkpoint(self.fc, x, use_reentrant=True)
 
+    def penalized(self, x):
+        x = (x * 2).requires_grad_()
+        (slope,) = torch.autograd.grad(self.fc(x).sum(), x, create_graph=True)
+        return self.fc(x) + slope.norm()
+
+    def moved(self, x):
+        self.fc(x).sum().backward()
+        return self.fc(x)
+
     def inverse(self, x):
         return x * torch.linalg.inv(torch.fft.fft(self.fc.weight)).abs().sum()
 
@@ -163,6 +172,13 @@ def test_tensors_of_two_dtypes_in_a_product(capsys: Captured, tmp_path: Path) ->
 def test_recomputed_activations(capsys: Captured, tmp_path: Path, part: str) -> None:
     code, err = said(capsys, tmp_path, f'part="{part}"')
     assert code == 1 and err.startswith("error[P0218]")
+
+
+@pytest.mark.parametrize("part", ["penalized", "moved"])
+def test_a_gradient_that_a_forward_takes(capsys: Captured, tmp_path: Path, part: str) -> None:
+    code, err = said(capsys, tmp_path, f'part="{part}"')
+    assert code == 1 and err.startswith("error[P0205]: the model takes a gradient in its forward\n")
+    assert re.search(r"= note: at .*models.py:\d", err) and "differentiates the loss once" in err
 
 
 def test_complex_numbers_that_are_no_pairs(capsys: Captured, tmp_path: Path) -> None:

@@ -100,6 +100,9 @@ MIXED = {
     "token_losses_by_a_share": "F.cross_entropy(out, y, reduction='sum') / (y > 1).double().mean()",
     "mean_by_a_share_and_a_number": f"({EACH} * (y > 1)).mean() / ((y > 1).double().mean() + 0.5)",
     "sum_of_two_means": f"0.5 * ((out[:, 0] * (y > 1)).sum() / (y > 1).sum() + {EACH}.mean())",
+    "two_means_of_which_one_is_contrastive": (
+        "F.cross_entropy(out @ out.T, torch.arange(out.shape[0])) + out.square().mean()"
+    ),
     "mean_by_a_share_of_a_sum": f"({EACH} * (y > 1)).sum() / (y > 1).float().mean()",
 }
 
@@ -182,14 +185,16 @@ def test_a_term_beside_a_counted_one_is_the_whole_batchs_or_warned_of(folder: Pa
 REASONS = {
     "mean_of_the_models_mask": "its denominator at models.py:",
     "sum_of_two_means": "it is a sum of terms at models.py:",
-    "spread": "",
+    "two_means_of_which_one_is_contrastive": "it is no mean and no sum over samples",
+    "contrastive": "it is no mean and no sum over samples",
+    "spread": "it is no mean and no sum over samples",
 }
 
 
 @pytest.mark.parametrize("loss", REASONS)
 def test_the_reason_why_a_loss_is_averaged_is_said_where_its_last_lines_tell_it(folder: Path, loss: str) -> None:
     (warning,) = warnings_of(built(folder, loss, 2))
-    assert [note[: len(REASONS[loss])] for note in warning.notes] == [REASONS[loss]] * bool(REASONS[loss])
+    assert [note[: len(REASONS[loss])] for note in warning.notes] == [REASONS[loss]]
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 
@@ -196,6 +197,11 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "first: level 1" in twice
     split = message("column blocks.*.mlp.up over dp\nzero 3 over dp")
     assert "`blocks.0.mlp.up.weight` is split over `dp` already" in split
+    others = re.search(r"or all others: `(zero 3 over dp on .*)`", split)
+    assert others is not None and "blocks.*.mlp.down" in others[1]
+    compilation = built(f"column blocks.*.mlp.up over dp\n{others[1]}")
+    parameters = compilation.build.manifest["parameters"]
+    assert compilation.resolved.shardings.keys() == {name for name in parameters if ".mlp.up." not in name}
     unknown = message("zero 3 over dp unit blocks.*.mpl")
     assert "did you mean `blocks.*.mlp`" in unknown
     assert "the whole model is no unit" in message("zero 3 over dp unit **")

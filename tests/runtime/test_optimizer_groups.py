@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import parc
+from parc.checking.checks import static_faults
 from parc.checking.verification import verify_static
 from parc.cli import main
 from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from tests.checked_plans import checked, compiled
+from tests.checked_plans import checked, compiled, compiled_net
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, batch, build
 
@@ -120,6 +121,26 @@ def test_a_build_keeps_groups_and_rates_and_shows_them(tmp_path: Path, capsys: p
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "weight_decay 0.0" in shown and "blocks.*.norm1.weight" in shown and "all others" in shown
+
+
+def test_a_group_may_have_what_the_loss_does_not_depend_on(tmp_path: Path) -> None:
+    model = """import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x)
+"""
+    lines = "optimizer on **.bias lr 0.2\noptimizer on b lr 0.3\n"
+    for more, frozen in ((lines, set()), (lines + "freeze b\n", {"b.bias", "b.weight"})):
+        compilation = compiled_net(tmp_path, model, 'Net" ()', lines=more)
+        assert not static_faults(compilation.build)
+        assert compilation.build.manifest["optimizer"]["groups"] == [{"parameters": ["a.bias"], "set": {"lr": 0.2}}]
+        assert frozen >= set(compilation.build.manifest["frozen"])
 
 
 def test_groups_need_an_optimizer() -> None:

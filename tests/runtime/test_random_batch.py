@@ -1,4 +1,5 @@
-"""Random batches: some targets are ignored, and never all targets of a loss."""
+"""Random batches: some targets are ignored, and never all targets of a loss; columns that look up tables of their own
+have bounds of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from parc.compiler.program.text import parse_program
-from parc.runtime.data.random_batch import random_batch
+from parc.runtime.data.random_batch import NO_BOUND, Bound, class_bounds, random_batch
 
 LOSS = '''"""parc program: role model, action reference"""
 
@@ -36,3 +37,49 @@ def test_a_loss_that_leaves_a_position_out_has_targets(start: int) -> None:
         assert (batch["y"][:, start] != -100).any()
         ignored += int((batch["y"] == -100).sum())
     assert ignored > 0
+
+
+COLUMNS = '''"""parc program: role model, action reference"""
+
+mesh()
+
+
+def forward(
+    city: "f32[1000, 4]",  # parameter city
+    day: "f32[7, 4]",  # parameter day
+    x: "i64[6, 2, 4]",  # input x
+):
+    first = aten.select.int(x, 2, 0)  # i64[6, 2] | - -
+    rows = aten.embedding.default(city, first)  # f32[6, 2, 4] | - -
+    some = aten.slice.Tensor(x, 2, 1, 4, 2)  # i64[6, 2, 2] | - -
+    flat = aten.reshape.default(some, [24])  # i64[24] | - -
+    more = aten.embedding.default(day, flat)  # f32[24, 4] | - -
+    others = aten._to_copy.default(x, dtype=torch.float32)  # f32[6, 2, 4] | - -
+    a = aten.sum.default(rows)  # f32[] | - -
+    b = aten.sum.default(more)  # f32[] | - -
+    c = aten.sum.default(others)  # f32[] | - -
+    sum_1 = aten.add.Tensor(a, b)  # f32[] | - -
+    loss = aten.add.Tensor(sum_1, c)  # f32[] | - -
+    return {
+        "loss": loss,
+    }
+'''
+
+
+def test_each_column_is_below_the_rows_of_its_own_table() -> None:
+    reference = parse_program(COLUMNS)
+    bound = class_bounds(reference)["x"]
+    assert torch.as_tensor(bound.rows).flatten().tolist() == [1000, 7, NO_BOUND, 7]
+    (batch,) = random_batch(reference, 1, torch.Generator().manual_seed(0))
+    most = batch["x"].amax((0, 1))
+    assert most[0] > 7 and most[1] <= 6 and most[2] <= 1 and most[3] <= 6
+    sample = torch.tensor([[999, 6, -123456, 6], [0, 0, 10**6, 7]])
+    assert bound.fault("x", sample)[0] == "`x` holds 7 at [1, 3], but the model knows 0 to 6 there"
+    assert bound.fault("x", sample[:1]) == ("", "")
+    assert bound.within(sample)[1].tolist() == [0, 0, 10**6, 0]
+
+
+def test_a_part_of_a_dim_whose_entries_have_several_bounds_is_held_to_the_largest() -> None:
+    bound = Bound(torch.tensor([[5, 3]]))
+    assert bound.fault("x", torch.tensor([[4, 4]]))[0] and not bound.fault("x", torch.tensor([[4], [4]]))[0]
+    assert bound.fault("x", torch.tensor([[5], [4]]))[0]
