@@ -30,6 +30,7 @@ from parc.compiler.program.actions import ACTIONS, FORWARD
 from parc.compiler.program.binding import PARAMETERS
 from parc.compiler.program.blocks import starred
 from parc.compiler.resolve.in_graph import RING_METHODS
+from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.compiled import Compiled
 from parc.compiling.microbatches import averaged_term
 from parc.compiling.request import ask
@@ -201,7 +202,8 @@ def _meant_otherwise(meant: Meant, texts: Sequence[str]) -> Diagnostic:
         MEANT_OTHERWISE, f"{whose} {size_text(meant.bytes)} a rank in gathers and exchanges of a forward",
         Label(span, f"probably meant: `{_spaced(text)}`"),
         tuple(Label(other, f"and `{_spaced(change)}`") for other, change in others),
-        help="the proposed line needs no gather; keep your line if you accept the cost",
+        help=f"the proposed line{'s' * bool(others)} need{'s' * (not others)} no gather; keep your"
+        f" line{'s' * bool(others)} if you accept the cost",
         notes=(*texts[:_GATHERS_SHOWN], *more),
     )  # fmt: skip
 
@@ -442,22 +444,24 @@ def _bytes_sent(reshards: Sequence[Reshard]) -> int:
 
 
 def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[Edits, Plan]]:
-    """Yield the plan with one of its lines changed, for each way to mistake that line, and with the verbs of two lines
-    in succession exchanged."""
-    lines = [
-        (line.arguments.statement.span, line)
-        for line in plan.placements
-        if isinstance(line, SplitWeights)
-        and line.style in ("column", "row")
-        and not line.pad
-        and line.arguments.statement.span.source is plan.source
+    """Yield the plan with one of its lines changed, for each way to mistake that line; with the verbs of two lines in
+    succession exchanged; and with a `vocab` line in the place of the first line that splits samples over its axis,
+    which split the lookups too."""
+    written = [
+        (span, line) for line in plan.placements if (span := line.arguments.statement.span).source is plan.source
     ]
+    weights = [(span, line) for span, line in written if isinstance(line, SplitWeights)]
+    lines = [(span, line) for span, line in weights if line.style in ("column", "row") and not line.pad]
     changes: list[dict[Span, str]] = [
         {span: text} for span, line in lines for text in _mistakes(span.text, line, groups)
     ]
     for (span, line), (next_span, next_line) in pairwise(lines):
         if line.style != next_line.style and line.axis.text == next_line.axis.text:
             changes.append({span: _other_word(span.text, line), next_span: _other_word(next_span.text, next_line)})
+    for span, line in weights:
+        samples = (other for other, _ in written if f"{BATCH}/{line.axis.text}" in other.text)
+        first = next(samples, span) if line.style == "vocab" else span
+        changes += [{first: span.text, span: first.text}] * (first.line < span.line)
     for change in changes:
         whole = plan.source.text
         for span, text in sorted(change.items(), key=lambda edit: -edit[0].start):

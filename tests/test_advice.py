@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
+from parc.checking.certified import certificate_of
 from parc.cli import main
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
@@ -60,6 +61,44 @@ def test_row_and_column_exchanged_are_found_together_where_neither_alone_helps(t
     assert [label.text.partition("`")[2][:-1] for label in (warning.primary, *warning.related)] == [
         "column 0 over tp", "row 2 over tp",
     ]  # fmt: skip
+
+
+_BAG = """
+from torch import nn
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(100, 8, mode="sum"), nn.Linear(8, 4)
+
+    def forward(self, x, z):
+        return self.head(self.table(x)) + z
+"""
+_BAG_PLAN = """\
+model "./bag.py:Bag"
+input x int64 [B, 3]
+input z float32 [B, 4]
+input y int64 [B]
+sizes B=8
+loss cross_entropy(output, y)
+optimizer sgd lr 0.1
+mesh dp=2
+shard z, y [B/dp, ...]
+vocab table over dp
+"""
+
+
+def test_a_table_whose_lookups_an_earlier_line_splits_is_told_to_come_first(tmp_path: Path) -> None:
+    (tmp_path / "bag.py").write_text(_BAG)
+    (warning,) = warnings_of(compile_plan(read_plan(Source("bag.parc", _BAG_PLAN)), tmp_path))
+    assert warning.code is MEANT_OTHERWISE and warning.primary is not None
+    labels = (warning.primary, *warning.related)
+    assert [(label.span.line, label.text.partition("`")[2][:-1]) for label in labels] == [
+        (9, "vocab table over dp"), (10, "shard z, y [B/dp, ...]"),
+    ]  # fmt: skip
+    *before, samples, table = _BAG_PLAN.splitlines()
+    changed = "\n".join([*before, table, samples])
+    compilation = compile_plan(read_plan(Source("bag.parc", changed)), tmp_path)
+    assert not warnings_of(compilation) and not certificate_of(compilation.build).missing
 
 
 def test_what_no_other_line_would_save_is_said_as_it_is() -> None:
