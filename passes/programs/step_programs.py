@@ -259,14 +259,14 @@ def _splitting_lines(request: Request, names: Iterable[str]) -> dict[str, dict[s
     for claim in claims:
         if claim.site and claim.axis not in everywhere:
             inside.setdefault(claim.axis, []).append(claim)
-    last = {axis: of_axis[0].line for axis, of_axis in inside.items()}
-    several = {axis: of_axis for axis, of_axis in inside.items() if len({claim.line for claim in of_axis}) > 1}
-    lines = {}
-    for name in names:
-        for axis, of_axis in several.items():
-            near = max(of_axis, key=lambda claim: _shared_path(claim.site, name))
-            last[axis] = near.line if _shared_path(near.site, name) else last[axis]
-        lines[name] = {**last, **everywhere}
+    lines = {name: dict(everywhere) for name in names}
+    for axis, of_axis in inside.items():
+        several = len({claim.line for claim in of_axis}) > 1
+        near = {name: max(of_axis, key=lambda claim: _shared_path(claim.site, name)) for name in lines if several}
+        beside = {name: claim.line for name, claim in near.items() if _shared_path(claim.site, name)}
+        last = next(iter(beside.values()), of_axis[0].line)
+        for name, by_axis in lines.items():
+            by_axis[axis] = last = beside.get(name, last)
     return lines
 
 
