@@ -217,6 +217,20 @@ def test_each_of_two_lines_that_split_values_has_the_messages_of_its_own_modules
     assert seen == {(kind, line) for kind in ("gradients", "activations") for line in (first, second)}
 
 
+def test_equal_blocks_that_lines_of_their_own_split_have_messages_of_these_lines(folder: Path) -> None:
+    text = TENSOR
+    for verb, name in (("column", "up"), ("row", "down")):
+        (line,) = (line for line in text.splitlines(True) if f"blocks.*.mlp.{name}" in line)
+        text = text.replace(line, "".join(f"{verb} blocks.{block}.mlp.{name} over tp\n" for block in (0, 1)))
+    (folder / "each.parc").write_text(PLAN + text)
+    explainer = Explainer(side(folder, "each"))
+    plan = {line.place: line.text for line in explainer.facts.lines}
+    rows = [row for row in explainer.report["communication"] if row["axis"] == "tp" and ".mlp." in row["module"]]
+    assert len(rows) == 4
+    for row in rows:
+        assert plan[str(row["line"])].split()[1] == row["module"]
+
+
 def test_every_message_has_a_reason_a_time_and_a_way_out(folder: Path) -> None:
     for plan in LINES:
         explainer = Explainer(side(folder, plan))

@@ -169,8 +169,10 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[t
 
 
 def _kind(segment: Segment) -> tuple[str, str]:
-    """Return the key of segments that share a function: their block's name without numbers, and their signature."""
-    return starred(segment.block or ""), segment.signature
+    """Return the key of segments that share a function: their block's name without numbers, and their signature with
+    the lines of the plan that place them, which a function's lines name."""
+    lines = "".join(f" {noted(node).origin.plan}" for node in segment.nodes)
+    return starred(segment.block or ""), segment.signature + lines
 
 
 def _backward(main: _Main, loss: fx.Node | None) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
