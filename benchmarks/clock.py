@@ -4,9 +4,6 @@ predicts for it.
 The machine is measured before each round (``parc cluster measure``), or ``--cluster FILE`` names its file. All plans
 run in turn, so many rounds, and of a plan's steps the fastest counts, as of the measurements and of the predictions by
 each of them: other work on the machine only makes steps slower. The load of the machine is printed beside.
-
-The speed of a virtual machine drifts by half within minutes. So a product of one size is timed before and after each
-run and each measurement, and errors are printed twice: as measured, and with all times brought to one speed by it.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from benchmarks.predict import error_after_scalar, spearman
 from benchmarks.sides import BUILDS, built
@@ -117,15 +113,6 @@ CONFIGS = (
 """The plans."""
 
 
-def product_seconds() -> float:
-    """Return the seconds of a product of two matrices on all cores now: the least of half a second."""
-    matrix, least, end = torch.rand(1024, 1024), math.inf, time.perf_counter() + 0.5
-    while (begin := time.perf_counter()) < end:
-        torch.mm(matrix, matrix)
-        least = min(least, time.perf_counter() - begin)
-    return least
-
-
 def parc(*words: object) -> str:
     """Run a command of parc's, and return what it prints.
 
@@ -140,27 +127,21 @@ def parc(*words: object) -> str:
     return ended.stdout
 
 
-Timed = tuple[float, float]
-"""The seconds of a step, and of the product beside it."""
-
-
-def measured(build: Path) -> Timed:
-    """Return the seconds of the fastest of a run's steps, without the first two."""
-    before = product_seconds()
+def measured(build: Path) -> list[float]:
+    """Return the seconds of a run's steps, without the first two."""
     metrics = build.with_suffix(".jsonl")
     metrics.unlink(missing_ok=True)
     parc("run", build, "--steps", STEPS, "--metrics", metrics, "--no-first-check")
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return min(row["step_s"] for row in rows[2:] if "step_s" in row), min(before, product_seconds())
+    return [row["step_s"] for row in rows[2:] if "step_s" in row]
 
 
-def measured_cluster(number: int) -> tuple[Path, float]:
-    """Measure this machine, and return the file of this measurement, and the seconds of the product beside it."""
-    before = product_seconds()
+def measured_cluster(number: int) -> Path:
+    """Measure this machine, and return the file of this measurement."""
     BUILDS.mkdir(parents=True, exist_ok=True)
     cluster = BUILDS / f"here{number}.toml"
     parc("cluster", "measure", "-o", cluster)
-    return cluster, min(before, product_seconds())
+    return cluster
 
 
 def print_price() -> None:
@@ -195,65 +176,37 @@ def main() -> None:
     chosen = [config for config in CONFIGS if args.only in f"{config.model} {config.name}"]
     if not chosen:
         parser.error(f"no configuration has {args.only!r} in its name, as {CONFIGS[0].model} {CONFIGS[0].name}")
-    clusters = [(args.cluster, product_seconds())] if args.cluster else []
+    clusters: list[Path] = [args.cluster] if args.cluster else []
     builds = {config: built(BUILDS / f"clock{CONFIGS.index(config)}", config.text) for config in chosen}
-    runs: dict[Config, list[Timed]] = {config: [] for config in chosen}
+    fastest = dict.fromkeys(chosen, math.inf)
     for number in range(args.rounds):
         print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
         if not args.cluster:
             clusters.append(measured_cluster(number))
         for config, build in builds.items():
-            runs[config].append(measured(build))
-    rows: list[Row] = []
+            fastest[config] = min(fastest[config], *measured(build))
+    rows: list[tuple[Config, float, float, dict[str, Any]]] = []
     for config, build in builds.items():
         forms = [json.loads(parc("show", build, "--time", "--cluster", cluster.resolve(), "--json"))
-                 for cluster, _ in clusters]  # fmt: skip
-        predicted = [(form["step_s"], product) for form, (_, product) in zip(forms, clusters, strict=True)]
-        rows.append(row := Row(config.model, runs[config], predicted))
-        form, product = min(forms, key=lambda form: form["step_s"]), clusters[0][1]
+                 for cluster in clusters]  # fmt: skip
+        form, seconds = min(forms, key=lambda form: form["step_s"]), fastest[config]
+        rows.append((config, seconds, form["step_s"], form["parts"]))
         shares = " ".join(f"{part} {value / form['step_s']:.0%}" for part, value in form["parts"].items())
-        seconds, expected = row.times()
-        print(f"{config.model:6} {config.name:24} {1e3 * seconds:8.1f} ms {1e3 * expected:8.1f} ms"
-              f" {row.error():+7.1%} {row.error(product):+7.1%}  {shares}", flush=True)  # fmt: skip
-    products = [product for row in rows for _, product in (*row.runs, *row.predicted)]
-    print(f"the product beside them took {1e3 * min(products):.2f} to {1e3 * max(products):.2f} ms")
-    print_summary("as measured", rows)
-    print_summary("at one speed of the machine", rows, min(products))
+        print(f"{config.model:6} {config.name:24} {1e3 * seconds:8.1f} ms {1e3 * form['step_s']:8.1f} ms"
+              f" {form['step_s'] / seconds - 1:+7.1%}  {shares}", flush=True)  # fmt: skip
+    print_summary(rows)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A plan's times: of its runs, and as predicted by each measurement, each with the product beside it."""
-
-    model: str
-    runs: Sequence[Timed]
-    predicted: Sequence[Timed]
-
-    def times(self, product: float = 0) -> tuple[float, float]:
-        """Return the least measured and the least predicted seconds: as they are, or brought to the speed at which the
-        product takes so many seconds."""
-        seconds, expected = (
-            min(seconds * product / beside if product else seconds for seconds, beside in timed)
-            for timed in (self.runs, self.predicted)
-        )
-        return seconds, expected
-
-    def error(self, product: float = 0) -> float:
-        """Return the share by which the prediction is too large."""
-        seconds, expected = self.times(product)
-        return expected / seconds - 1
-
-
-def print_summary(title: str, rows: Sequence[Row], product: float = 0) -> None:
+def print_summary(rows: Sequence[tuple[Config, float, float, dict[str, Any]]]) -> None:
     """Print errors and ranks."""
-    errors = [abs(row.error(product)) for row in rows]
-    _, scalar, after = error_after_scalar([row.times(product) for row in rows])
+    errors = [abs(predicted / seconds - 1) for _, seconds, predicted, _ in rows]
+    _, scalar, after = error_after_scalar([(seconds, predicted) for _, seconds, predicted, _ in rows])
     print(
-        f"{title}: {len(rows)} plans: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%};"
+        f"{len(rows)} plans: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%};"
         f" after {scalar:.3f}: {after:.1%}"
     )
-    for model in dict.fromkeys(row.model for row in rows):
-        pairs = [row.times(product) for row in rows if row.model == model]
+    for model in dict.fromkeys(config.model for config, *_ in rows):
+        pairs = [(seconds, predicted) for config, seconds, predicted, _ in rows if config.model == model]
         if len(pairs) > 2:
             print(f"{model}: Spearman {spearman(pairs):.2f} of {len(pairs)} plans")
 

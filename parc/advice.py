@@ -459,7 +459,7 @@ def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[Edits, Plan]]:
         if line.style != next_line.style and line.axis.text == next_line.axis.text:
             changes.append({span: _other_word(span.text, line), next_span: _other_word(next_span.text, next_line)})
     for span, line in weights:
-        samples = (other for other, _ in written if f"{BATCH}/{line.axis.text}" in other.text)
+        samples = (other for other, _ in written if re.search(rf"\b{BATCH}/{line.axis.text}\b", other.text))
         first = next(samples, span) if line.style == "vocab" else span
         changes += [{first: span.text, span: first.text}] * (first.line < span.line)
     for change in changes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -124,12 +124,13 @@ def capture(
     step.known = known = KnownValues(buffers)
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
+    gradients: list[str] = []
     try:
-        with _traced(model, capacities, known):
+        with _traced(model, capacities, known, gradients):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` are nested")
-            _check_constants(exported)
+            _check_constants(exported, gradients)
             _drop_asked(exported.graph)
             exported = functional(exported)
     except CaptureError:
@@ -137,7 +138,8 @@ def capture(
     except Exception as error:
         if isinstance(error, AssertionError):  # torch's error for memory that is written under two names
             check_memory(model, frozenset(name for name, _ in model.named_buffers()))
-        raise explain_failure(error, step.stage.in_loss) from error
+        explained = explain_failure(error, step.stage.in_loss)
+        raise (_takes_gradient(gradients[0]) if gradients and explained.kind == "other" else explained) from error
     finally:
         step.attributes.point()
     captured = _from_export(exported, step, tuple(inputs))
@@ -153,21 +155,32 @@ def capture(
 
 
 @contextmanager
-def _without_gradients() -> Iterator[None]:
-    """Enter a block in which to take a gradient is an error: a capture has none yet, and a build takes those of the
-    loss alone."""
+def _noting_gradients(places: list[str]) -> Iterator[None]:
+    """Enter a block in which the places that take a gradient are noted: one of what is traced is lost."""
 
-    def refuse(*_: Any, **__: Any) -> None:
-        help_ = "a build differentiates the loss once: compute that gradient by a formula, or leave the term out"
-        raise CaptureError("other", "the model takes a gradient in its forward", calling_frame(), help=help_)
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(*args: Any, **kwargs: Any) -> Any:
+            places.append(calling_frame())
+            return call(*args, **kwargs)
 
-    with mock.patch("torch.autograd.grad", refuse), mock.patch("torch.autograd.backward", refuse):
+        return noted_call
+
+    with ExitStack() as within:
+        for name in ("grad", "backward"):
+            within.enter_context(mock.patch.object(torch.autograd, name, noting(getattr(torch.autograd, name))))
         yield
 
 
+def _takes_gradient(place: str) -> CaptureError:
+    help_ = "a build differentiates the loss once: compute that gradient by a formula, or leave the term out"
+    return CaptureError("other", "the model takes a gradient in its forward", place, help=help_)
+
+
 @contextmanager
-def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownValues) -> Iterator[None]:
-    """Enter an export of a model."""
+def _traced(
+    model: nn.Module, capacities: Mapping[str, Capacity], known: KnownValues, gradients: list[str]
+) -> Iterator[None]:
+    """Enter an export of a model; ``gradients`` gets the places that take some."""
     no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     # without the fused kernels of a CPU (an LSTM): every device and dtype has the operators of the graph
     with (
@@ -177,7 +190,7 @@ def _traced(model: nn.Module, capacities: Mapping[str, Capacity], known: KnownVa
         with_unread_draws(),
         with_forwards_of_functions(),
         without_checkpoints(no_checkpoint),
-        _without_gradients(),
+        _noting_gradients(gradients),
         without_validation(),
         with_experts(model, capacities),
         known.noting(),
@@ -242,8 +255,9 @@ def _drop_asked(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_constants(exported: torch.export.ExportedProgram) -> None:
-    """Check that a forward reads no fake tensors other than those of modules: torch lifts them as constants.
+def _check_constants(exported: torch.export.ExportedProgram, gradients: Sequence[str]) -> None:
+    """Check that a forward reads no fake tensors other than those of modules: torch lifts them as constants. Where it
+    takes ``gradients``, these are such tensors.
 
     Raises:
         CaptureError: it does.
@@ -251,10 +265,11 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
     names = exported.graph_signature.inputs_to_lifted_tensor_constants
     for node in exported.graph.find_nodes(op="placeholder"):
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
+            if gradients:
+                raise _takes_gradient(gradients[0])
             reader = next(iter(node.users))
             what = "the model reads a tensor that no module holds"
-            help_ = "keep tensors of the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
-            help_ += " gradient taken inside a forward is not captured"
+            help_ = "keep tensors of the model in an attribute of a module, and modules in an `nn.ModuleList`"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""
             raise CaptureError("other", place + what, _source_line(reader), help=help_)
 

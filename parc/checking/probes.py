@@ -153,12 +153,12 @@ class ProbeBatches:
         """Return an input with samples of the plan's data in its first half."""
         if name not in self._samples:
             return value
-        samples = self._in_range(name, self._samples[name]).to(value.dtype)
+        samples = self._samples[name].to(value.dtype)
         whole = self._is_unbounded(name, self._specs[name])  # such numbers are not drawn, so all come from the data
         if name not in self._batched:
-            return _fitted(samples[0], value.shape) if seed % 2 or whole else value
+            return self._in_range(name, _fitted(samples[0], value.shape)) if seed % 2 or whole else value
         rows = len(value) if whole else len(value) // 2 or seed % 2
-        return torch.cat([_fitted(samples, (rows, *value.shape[1:])), value[rows:]])
+        return torch.cat([self._in_range(name, _fitted(samples, (rows, *value.shape[1:]))), value[rows:]])
 
     def _in_range(self, name: str, value: Tensor) -> Tensor:
         """Return numbers of the data below the count of rows or classes: a smaller model has fewer."""

@@ -127,6 +127,16 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
             c.replace(user, results[user.args[1]]())  # type: ignore[index]
 
 
+@rewrites(aten.pow.Tensor_Scalar)
+def _power(c: Canonicalizer, node: fx.Node) -> None:
+    """Leave out a first power, as of a focal loss whose exponent is 1."""
+    x, exponent = node.args
+    if exponent == 1 and isinstance(x, fx.Node):
+        value = noted(node).value
+        same = noted(x).value.dtype == value.dtype
+        c.replace(node, x if same else c.emit(node, aten._to_copy.default, x, dtype=value.dtype))
+
+
 @rewrites(aten.rms_norm.default)
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Write down ``eps`` where a norm names none. Its default depends on the dtype, so a run in another dtype would use

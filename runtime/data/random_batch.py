@@ -18,7 +18,7 @@ NO_BOUND = 2**63 - 1
 """The bound of numbers that are no indices."""
 
 
-class Bound(NamedTuple):
+class IndexBound(NamedTuple):
     """The number of rows or classes that an input's indices name, and the index that a loss ignores, if any. Where
     entries look up different tables, ``rows`` is a tensor that broadcasts against the input."""
 
@@ -30,19 +30,20 @@ class Bound(NamedTuple):
         """The least number of rows or classes that an entry may name."""
         return self.rows if isinstance(self.rows, int) else int(self.rows.min())
 
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the bound of each entry of a value: a whole input, or a part of its rows. Of dims in which the value
-        is cut, the largest bound counts.
+    def of(self, value: torch.Tensor, most: bool = False) -> torch.Tensor:
+        """Return the bound of each entry of a value: a whole input, some rows of it, or a sample. Along dims of another
+        size the least bound counts, or the ``most``.
 
-        >>> Bound(torch.tensor([[1000, 7]])).of(torch.zeros(3, 2)).tolist()
+        >>> IndexBound(torch.tensor([[1000, 7]])).of(torch.zeros(3, 2)).tolist()
         [[1000, 7], [1000, 7], [1000, 7]]
         """
-        rows = torch.as_tensor(self.rows)
-        while rows.dim() > value.dim():  # a sample has no dim of samples
-            rows = rows.amax(0)
+        if isinstance(self.rows, int):
+            return torch.full((), self.rows, device=value.device).expand(value.shape)
+        rows, one_of = self.rows.to(value.device), torch.amax if most else torch.amin
+        rows = rows if rows.dim() <= value.dim() else rows[0]  # a sample has no dim of samples
         for dim in range(-rows.dim(), 0):
             if rows.shape[dim] not in (1, value.shape[dim]):
-                rows = rows.amax(dim, keepdim=True)
+                rows = one_of(rows, dim, keepdim=True)
         return rows.expand(value.shape)
 
     def drawn(self, value: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class Bound(NamedTuple):
     def fault(self, name: str, value: torch.Tensor) -> tuple[str, str]:
         """Return the message about the first number of an input that names no row or class, and the advice; "" and ""
         if there is none."""
-        rows = self.of(value)
+        rows = self.of(value, most=True)  # what may be right is not refused: a run looks at whole samples
         wrong = (rows != NO_BOUND) & ((value < 0) | (value >= rows))
         if self.ignore is not None:
             wrong &= value != self.ignore
@@ -79,6 +80,7 @@ class Bound(NamedTuple):
         return f"`{name}` holds {number} at [{at}], but the model knows 0 to {bound - 1} there", help_
 
     def _but_ignored(self, value: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        changed = changed.to(value.dtype)
         return changed if self.ignore is None else torch.where(value == self.ignore, value, changed)
 
 
@@ -90,7 +92,7 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
     for index in range(microbatches):
         batch = {}
         for name, value in inputs.items():
-            bound = bounds.get(name, Bound(2))
+            bound = bounds.get(name, IndexBound(2))
             rows = bound.rows if name not in ends else ends[name] + 1
             batch[name] = _random_input(value.type, rows if isinstance(rows, int) else bound, generator)
             if name in ends and batch[name].dim():
@@ -132,7 +134,7 @@ def _divisors(reference: Program) -> set[str]:
     return divisors
 
 
-def _random_input(type_: TensorType, bound: int | Bound, generator: torch.Generator) -> torch.Tensor:
+def _random_input(type_: TensorType, bound: int | IndexBound, generator: torch.Generator) -> torch.Tensor:
     if type_.dtype.is_floating_point:
         return torch.randn(type_.shape, generator=generator, dtype=torch.float64)
     if type_.dtype is torch.bool:
@@ -148,42 +150,52 @@ Box = tuple[slice, ...]
 
 
 class _Entries(NamedTuple):
-    """The entries of an input that a value holds: the input's name, a view of it without memory, and slices of its dims
-    that hold them all. A value that holds them in another order has the view of the value before it."""
+    """The entries of an input that a value holds: the input's name, slices of its dims that hold them all, and a view
+    of the input without memory, None where they are in an order that no view has."""
 
     name: str
-    view: torch.Tensor
     box: Box
+    view: torch.Tensor | None
 
 
 def _inputs_behind(program: Program) -> dict[str, _Entries]:
     """Return, for each value that holds entries of one input, these."""
     origin: dict[str, _Entries] = {}
+    shapes = {name: value.type.shape for name, value in program.main.bound("input").items()}
     for name, value in program.main.bound("input").items():
-        view = torch.empty(value.type.shape, device="meta")
-        origin[value.name] = _Entries(name, view, _box(view.shape, view))
-    shapes = {entries.name: entries.view.shape for entries in origin.values()}
+        whole = torch.empty(shapes[name], device="meta")
+        origin[value.name] = _Entries(name, _box(shapes[name], whole), whole)
     for line in program.main.lines:
         row, first = facts(line.op), line.args[0] if line.args else None
         if (row.keeps_values or row.casts) and isinstance(first, Ref) and first.name in origin:
             before = origin[first.name]
-            views = _views(line, before.view) if row.storage == "view" else [before.view] * len(line.results)
-            for result, view in zip(line.results, views, strict=True):
-                if result is not None:  # both hold the entries
-                    pairs = zip(before.box, _box(shapes[before.name], view), strict=True)
-                    box = tuple(
-                        min(pair, key=lambda part: len(range(part.start, part.stop, part.step))) for pair in pairs
-                    )
+            for result, view in zip(line.results, _views(line, before.view), strict=True):
+                box = before.box if view is None else _narrower(before.box, _box(shapes[before.name], view))
+                if result is not None:
                     origin[result.name] = before._replace(view=view, box=box)
     return origin
 
 
-def _views(line: Line, entries: torch.Tensor) -> list[torch.Tensor]:
+def _narrower(one: Box, other: Box) -> Box:
+    """Return along each dim the slice that has fewer entries, of two that both hold some."""
+    pairs = zip(one, other, strict=True)
+    return tuple(min(pair, key=lambda part: len(range(part.start, part.stop, part.step))) for pair in pairs)
+
+
+def _views(line: Line, view: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Return the views that a line's results are, None for those in another order than any view."""
+    row, none = facts(line.op), [None] * len(line.results)
+    if view is None or row.casts or row.moves == "copy":
+        return none if view is None else [view] * len(line.results)
+    if row.storage != "view" or "as_strided" in line.op:  # strides are those of memory, which copies change
+        return none
     try:
-        views = operator(line.op)(entries, *line.args[1:], **dict(line.kwargs))
-    except (RuntimeError, IndexError):  # the operand is in another order than the entries here, or has other dims
-        return [entries] * len(line.results)
-    return [views] if isinstance(views, torch.Tensor) else list(views)
+        results = operator(line.op)(view, *line.args[1:], **dict(line.kwargs))
+    except RuntimeError:  # the operand was copied, so its own memory has other strides
+        return none
+    views = [results] if isinstance(results, torch.Tensor) else results
+    memory = view.untyped_storage()._cdata  # a reshape may copy too
+    return [each if each.untyped_storage()._cdata == memory else None for each in views]
 
 
 def _box(shape: Sequence[int], view: torch.Tensor) -> Box:
@@ -219,7 +231,7 @@ def _ends_of_offsets(program: Program) -> Mapping[str, int]:
     return ends
 
 
-def class_bounds(program: Program) -> dict[str, Bound]:
+def class_bounds(program: Program) -> dict[str, IndexBound]:
     """Return the bound of each input of indices. An input that indexes a tensor too, as in
     ``weight[target] * cross_entropy(output, target)``, has none to ignore."""
     main, origin = program.main, _inputs_behind(program)
@@ -232,7 +244,7 @@ def class_bounds(program: Program) -> dict[str, Bound]:
         row = facts(line.op)
         if row.counted is not None and names[row.named_at] in origin:
             table, dim = row.counted
-            name, _, box = origin[names[row.named_at]]
+            name, box, _ = origin[names[row.named_at]]
             bounds = _bounds(inputs[name].type.shape, box, values[names[table]].type.shape[dim])
             rows[name] = torch.minimum(rows[name], bounds) if name in rows else bounds
             ignored[name] = ignored.get(name) if row.ignored_at is None else line.args[row.ignored_at]
@@ -240,12 +252,13 @@ def class_bounds(program: Program) -> dict[str, Bound]:
                 indices.add(name)
         if row.ignored_at is None and (row.moves in ("index", "scatter") or not has_rule(line.op)):
             indices.update(origin[name].name for name in line.uses if name in origin)
-    return {name: Bound(_alike(rows[name]), None if name in indices else ignored[name]) for name in rows}
+    return {name: IndexBound(_alike(rows[name]), None if name in indices else ignored[name]) for name in rows}
 
 
 def _bounds(shape: Sequence[int], box: Box, size: int) -> torch.Tensor:
-    """Return the bounds of an input of which some entries are below a size, 1 along each dim that has them all."""
-    whole = [part == slice(0, length, 1) for part, length in zip(box, shape, strict=True)]
+    """Return the bounds of an input of which some entries are below a size: of one entry along each dim that has them
+    all, and along the first, as ranks read other samples than the whole batch's."""
+    whole = [not dim or part == slice(0, length, 1) for dim, (part, length) in enumerate(zip(box, shape, strict=True))]
     bounds = torch.full([1 if all_ else length for all_, length in zip(whole, shape, strict=True)], NO_BOUND)
     bounds[tuple(slice(None) if all_ else part for all_, part in zip(whole, box, strict=True))] = size
     return bounds

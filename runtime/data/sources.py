@@ -25,7 +25,7 @@ from ...grammar.codes import BAD_DATA
 from ...grammar.nearest import did_you_mean
 from ..ranks.faults import RunError
 from .datasets import dataset_source
-from .random_batch import Bound, class_bounds
+from .random_batch import IndexBound, class_bounds
 from .samples import DataError, Order, Ordered, SampleSource, asked, check_order, raised_at
 from .saved_rows import folder_source
 from .token_files import JoinedFiles, Packing, TokenFile, WindowForm, Windows, byte_file, token_file
@@ -169,7 +169,7 @@ class SyntheticData:
     count: int | None = None
 
     def __init__(
-        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, Bound], seed: int
+        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, IndexBound], seed: int
     ) -> None:
         self._inputs, self._sizes, self._bounds, self._seed = inputs, sizes, bounds, seed
 
@@ -184,7 +184,7 @@ class SyntheticData:
         key = stream(self._seed, f"synthetic {name}", number)
         if dtype.is_floating_point:
             return normal(key, index).to(dtype)
-        return (uniform(key, index) * self._bounds.get(name, Bound(2)).drawn(index)).to(torch.int64).to(dtype)
+        return (uniform(key, index) * self._bounds.get(name, IndexBound(2)).drawn(index)).to(torch.int64).to(dtype)
 
 
 # ---- the opening of a line's samples
@@ -215,7 +215,7 @@ class Wanted:
     line: Mapping[str, Any]
     facts: Mapping[str, Any]
     folder: Path
-    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    bounds: Mapping[str, IndexBound] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Sequence[Mapping[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from parc.build import build
 
 MODEL = """
@@ -43,3 +45,27 @@ def test_are_those_of_the_unsharded_model(tmp_path: Path) -> None:
     (tmp_path / "some.parc").write_text(PLAN)
     _, checked = build(tmp_path / "some.parc", tmp_path / "build", {})
     assert checked.agreement is not None and not checked.faults
+
+
+FOCAL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, exponent):
+        super().__init__()
+        self.fc, self.exponent = nn.Linear(8, 8), exponent
+
+    def forward(self, x):
+        p = self.fc(x).sigmoid()
+        return -((1 - p) ** self.exponent * p.log() * torch.arange(8) ** self.exponent).mean()
+"""
+
+
+@pytest.mark.parametrize("exponent", ["1", "1.0"])
+def test_a_first_power_is_what_it_raises(tmp_path: Path, exponent: str) -> None:
+    (tmp_path / "model.py").write_text(FOCAL)
+    (tmp_path / "some.parc").write_text(PLAN.replace('"./model.py:Model"', f'"./model.py:Model" (exponent={exponent})'))
+    _, checked = build(tmp_path / "some.parc", tmp_path / "build", {})
+    assert not checked.faults and not checked.certificate.missing

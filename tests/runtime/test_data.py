@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data.random_batch import Bound
+from parc.runtime.data.random_batch import IndexBound
 from parc.runtime.data.samples import DataError, Order, Ordered, permuted, read_rows
 from parc.runtime.data.sources import CallableData, SyntheticData, matching_files
 from parc.runtime.data.token_files import JoinedFiles, WindowForm, Windows, byte_file
@@ -98,8 +98,8 @@ def test_synthetic_samples_have_the_types_and_ranges_of_the_inputs() -> None:
     types = {"ids": "int32", "mask": "bool", "pixels": "bfloat16", "scale": "float64", "flag": "uint8"}
     dims = {"scale": ["S"], "flag": ["B"]}
     inputs = [{"name": name, "dtype": type_, "dims": dims.get(name, ["B", "S", 3])} for name, type_ in types.items()]
-    data = SyntheticData(inputs, {"B": 4, "S": 50}, {"ids": Bound(7)}, seed=1)
-    sample, again = data(3), SyntheticData(inputs[::-1], {"B": 8, "S": 50}, {"ids": Bound(7)}, seed=1)(3)
+    data = SyntheticData(inputs, {"B": 4, "S": 50}, {"ids": IndexBound(7)}, seed=1)
+    sample, again = data(3), SyntheticData(inputs[::-1], {"B": 8, "S": 50}, {"ids": IndexBound(7)}, seed=1)(3)
     assert all(torch.equal(value, again[name]) for name, value in sample.items())
     assert {name: str(value.dtype) for name, value in sample.items()} == {n: f"torch.{t}" for n, t in types.items()}
     assert [list(value.shape) for value in sample.values()] == [[50, 3], [50, 3], [50, 3], [50], []]

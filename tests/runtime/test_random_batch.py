@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parc.compiler.program.text import parse_program
-from parc.runtime.data.random_batch import NO_BOUND, Bound, class_bounds, random_batch
+from parc.runtime.data.random_batch import NO_BOUND, IndexBound, class_bounds, random_batch
 
 LOSS = '''"""parc program: role model, action reference"""
 
@@ -79,7 +79,45 @@ def test_each_column_is_below_the_rows_of_its_own_table() -> None:
     assert bound.within(sample)[1].tolist() == [0, 0, 10**6, 0]
 
 
+MOVED = '''"""parc program: role model, action reference"""
+
+mesh()
+
+
+def forward(
+    table: "f32[16, 4]",  # parameter table
+    x: "i64[6, 4]",  # input x
+):
+{lines}
+    rows = aten.embedding.default(table, part)  # f32[6, {columns}, 4] | - -
+    loss = aten.sum.default(rows)  # f32[] | - -
+    return {{
+        "loss": loss,
+    }}
+'''
+MOVES = {
+    "rolled": (["roll.default(x, [-1], [1])  # i64[6, 4]", "slice.Tensor(moved, 1, 0, 3)  # i64[6, 3]"], [16]),
+    "flipped": (["flip.default(x, [1])  # i64[6, 4]", "slice.Tensor(moved, 1, 0, 3)  # i64[6, 3]"], [16]),
+    "padded": (["constant_pad_nd.default(x, [1, 0])  # i64[6, 5]", "slice.Tensor(moved, 1, 1, 4)  # i64[6, 3]"], [16]),
+    "copied": (["clone.default(x)  # i64[6, 4]", "slice.Tensor(moved, 1, 1, 4)  # i64[6, 3]"], [NO_BOUND, 16, 16, 16]),
+    "turned": (["permute.default(x, [1, 0])  # i64[4, 6]", "slice.Tensor(moved, 0, 0, 3)  # i64[3, 6]"],
+               [16, 16, 16, NO_BOUND]),
+    "of some samples": (["slice.Tensor(x, 0, 0, 3)  # i64[3, 4]", "slice.Tensor(moved, 1, 0, 3)  # i64[3, 3]"],
+                        [16, 16, 16, NO_BOUND]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_an_order_that_no_view_has_bounds_all_entries(how: str) -> None:
+    (first, last), expected = MOVES[how]
+    lines = [f"    {name} = aten.{text} | - -" for name, text in (("moved", first), ("part", last))]
+    reference = parse_program(MOVED.format(lines="\n".join(lines), columns=3))
+    assert torch.as_tensor(class_bounds(reference)["x"].rows).flatten().tolist() == expected
+
+
 def test_a_part_of_a_dim_whose_entries_have_several_bounds_is_held_to_the_largest() -> None:
-    bound = Bound(torch.tensor([[5, 3]]))
+    bound = IndexBound(torch.tensor([[5, 3]]))
+    assert bound.drawn(torch.zeros(2, 1)).tolist() == [[3], [3]]
+    assert bound.within(torch.tensor([[7, 7]], dtype=torch.int32)).dtype is torch.int32
     assert bound.fault("x", torch.tensor([[4, 4]]))[0] and not bound.fault("x", torch.tensor([[4], [4]]))[0]
     assert bound.fault("x", torch.tensor([[5], [4]]))[0]
