@@ -363,12 +363,17 @@ def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[A
     }
 
 
-def traffic_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, Traffic]]:
-    """Return rows of a rank's traffic in one step: axis, phase, operator, use, traffic; sorted by phase and axis."""
+def traffic_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str, Traffic]]:
+    """Return rows of a rank's traffic in one step: axis, phase, operator, use, the role that sends most of it, its
+    traffic; sorted by phase and axis."""
     axes = list(dict.fromkeys(entry["axis"] for entry in entries))
-    sent = traffic_by(entries, "axis", "phase", "op", "carries")
-    order = sorted(sent, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
-    return [(*key, sent[key]) for key in order]
+    most: dict[tuple[str, str, str, str], tuple[str, Traffic]] = {}
+    for (*key, role), sent in traffic_by(entries, "axis", "phase", "op", "carries", "role").items():
+        known = most.setdefault(tuple(key), (role, sent))[1]
+        if (sent.bytes, sent.hidden, sent.count) > (known.bytes, known.hidden, known.count):
+            most[tuple(key)] = role, sent
+    order = sorted(most, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
+    return [(*key, *most[key]) for key in order]
 
 
 def in_words(kinds: Iterable[str]) -> list[str]:

@@ -86,11 +86,12 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def communication_text(entries: Collection[Mapping[str, Any]], unit: str = "step") -> str:
-    """Return the table of a rank's collectives in one step, or another ``unit``, by phase, axis and operator; of
-    several roles it is the one that sends most."""
+    """Return the table of a rank's collectives in one step, or another ``unit``, by phase, axis and operator. Of
+    several roles each row names the one that sends most of it."""
     from parc.report_words import traffic_rows
 
-    rows = [(*key, sent.count, sent.messages, size_text(sent.bytes), size_text(sent.hidden))
-            for *key, sent in traffic_rows(entries)]  # fmt: skip
-    head = ("axis", "phase", "collective", "of", f"tensors a {unit}", "messages", "sent by a rank", "beside work")
-    return text_table(rows, head, right=(4, 5, 6, 7))
+    several = len({entry["role"] for entry in entries}) > 1
+    rows = [(*key, sent.count, sent.messages, size_text(sent.bytes), size_text(sent.hidden), *[role] * several)
+            for *key, role, sent in traffic_rows(entries)]  # fmt: skip
+    head = ["axis", "phase", "collective", "of", f"tensors a {unit}", "messages", "sent by a rank", "beside work"]
+    return text_table(rows, head + ["most by"] * several, right=(4, 5, 6, 7))

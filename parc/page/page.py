@@ -156,6 +156,7 @@ class _Page:
             "table": parameter_rows(facts.parameters, facts.placed), "axis_of_stages": self.build.axis,
             "stored_kinds": STORED_KINDS,
             "axes": self.axes(), "traffic": traffic_rows(report["communication"]),
+            "traffic_roles": len({entry["role"] for entry in report["communication"]}),
             "messages": self.messages(facts.messages), "evaluation": self.evaluation(),
             "timeline": self.timeline(), "time": self.time(), "lines": self.lines(),
             "functions": facts.listing.functions,

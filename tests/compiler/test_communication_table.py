@@ -71,6 +71,9 @@ def test_rows_are_by_phase_whatever_the_order_of_programs_and_roles() -> None:
     rows = communication_table(role)
     assert [row["phase"] for row in rows] == ["forward"] * 5 + ["backward"] * 5
     other = [{**row, "role": "pp1", "axis": "pp" if row["op"] == "row_max" else row["axis"]} for row in rows]
-    shown = [tuple(line.split()[:3]) for line in communication_text([*rows, *other]).splitlines()[1:]]
+    head, *lines = communication_text([*rows, *other]).splitlines()
+    assert head.endswith("most by") and {line.split()[-1] for line in lines} == {"pp0", "pp1"}
+    assert not communication_text(rows).splitlines()[0].endswith("most by")
+    shown = [tuple(line.split()[:3]) for line in lines]
     one = [("tp", "all_reduce"), ("tp", "row_max"), ("dp", "all_reduce"), ("pp", "row_max")]
     assert shown == [(axis, phase, op) for phase in ("forward", "backward") for axis, op in one]
