@@ -358,22 +358,25 @@ def traffic_by(entries: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[A
         traffic = Traffic(count, size, size * entry["hidden"], count * (message not in begun))
         roles[entry["role"]] = roles.get(entry["role"], Traffic()) + traffic
         begun.add(message)
-    return {
-        key: max(roles.values(), key=lambda sent: (sent.bytes, sent.hidden, sent.count)) for key, roles in sums.items()
-    }
+    return {key: max(roles.values(), key=_sent) for key, roles in sums.items()}
+
+
+def _sent(traffic: Traffic) -> tuple[int, int, int]:
+    """Return what orders roles by the traffic of their ranks."""
+    return traffic.bytes, traffic.hidden, traffic.count
 
 
 def traffic_rows(entries: Collection[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str, Traffic]]:
     """Return rows of a rank's traffic in one step: axis, phase, operator, use, the role that sends most of it, its
     traffic; sorted by phase and axis."""
     axes = list(dict.fromkeys(entry["axis"] for entry in entries))
-    most: dict[tuple[str, str, str, str], tuple[str, Traffic]] = {}
-    for (*key, role), sent in traffic_by(entries, "axis", "phase", "op", "carries", "role").items():
-        known = most.setdefault(tuple(key), (role, sent))[1]
-        if (sent.bytes, sent.hidden, sent.count) > (known.bytes, known.hidden, known.count):
-            most[tuple(key)] = role, sent
-    order = sorted(most, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
-    return [(*key, *most[key]) for key in order]
+    sent: dict[tuple[str, str, str, str], dict[str, Traffic]] = {}
+    for (axis, phase, op, carries, role), traffic in traffic_by(
+        entries, "axis", "phase", "op", "carries", "role"
+    ).items():
+        sent.setdefault((axis, phase, op, carries), {})[role] = traffic
+    order = sorted(sent, key=lambda key: (PHASES.index(key[1]), axes.index(key[0])))
+    return [(*key, *max(sent[key].items(), key=lambda of_role: _sent(of_role[1]))) for key in order]
 
 
 def in_words(kinds: Iterable[str]) -> list[str]:

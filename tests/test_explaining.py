@@ -205,15 +205,15 @@ def test_each_of_two_lines_that_split_values_has_the_messages_of_its_own_modules
         block = re.match(r"blocks\.([01])", entry["module"])
         if block is None or entry["axis"] != "tp":
             continue
-        own, other = (first, second) if block[1] == "0" else (second, first)
+        expected, other = (first, second) if block[1] == "0" else (second, first)
         facts = explainer.explain(f"{entry['role']}:no:{entry['number']}").facts
         if entry["carries"] == "gradients":
-            assert str(entry["line"]) == own
-            seen.add(("gradients", own))
+            assert str(entry["line"]) == expected
+            seen.add(("gradients", expected))
         elif entry["carries"] == "activations":
-            assert own in facts["serves"] and other not in facts["serves"]
+            assert expected in facts["serves"] and other not in facts["serves"]
             assert not any(texts[other] in change for change in facts["changes"])
-            seen.update(("activations", own) for change in facts["changes"] if texts[own] in change)
+            seen.update(("activations", expected) for change in facts["changes"] if texts[expected] in change)
     assert seen == {(kind, line) for kind in ("gradients", "activations") for line in (first, second)}
 
 

@@ -60,10 +60,10 @@ def test_all_mutators_find_places() -> None:
 def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
     carrying = ("store", "load")
     build = good_build(OFFLOADED)
-    found = [mutant for mutant in mutants(build.programs)
+    carried = [mutant for mutant in mutants(build.programs)
              if any(f"parc.{word}.default" in mutant.place for word in carrying)]  # fmt: skip
-    assert len(found) > 100
-    for mutant in found[:: -(-len(found) // 16)]:
+    assert len(carried) > 100
+    for mutant in carried[:: -(-len(carried) // 16)]:
         if mutant.programs != build.programs:
             certified = not refused_in(build.build, in_texts(build.build, mutant.programs).texts)
             check = "" if not certified else judge(build, mutant.programs).check

@@ -70,8 +70,11 @@ def _cannot_store(
     split = [value for (value, over), other in seeds.found.items() if over == axis and other.dim is not None]
     others = ", ".join(_patterns_of_others(names.parameters, split))
     help_ = "name an axis whose ranks all use the whole parameter, as that of the batch"
-    if others and not line.where:
-        help_ += f"; or all others: `zero {line.level} over {axis} on {others}`"
+    help_ += (
+        f"; or all others: `zero {line.level} over {axis} on {others}`"
+        if others and not line.where
+        else ("; or other parameters by `on`")
+    )
     return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)
 
 

@@ -59,7 +59,8 @@ class IndexBound(NamedTuple):
 
     def within(self, value: torch.Tensor) -> torch.Tensor:
         """Return numbers modulo the rows or classes that they name, the ignored one apart."""
-        return self._but_ignored(value, value % self.of(value))
+        rows = self.of(value)
+        return self._but_ignored(value, torch.where(rows == NO_BOUND, value, value % rows))
 
     def fault(self, name: str, value: torch.Tensor) -> tuple[str, str]:
         """Return the message about the first number of an input that names no row or class, and the advice; "" and ""

@@ -76,7 +76,7 @@ def test_each_column_is_below_the_rows_of_its_own_table() -> None:
     sample = torch.tensor([[999, 6, -123456, 6], [0, 0, 10**6, 7]])
     assert bound.fault("x", sample)[0] == "`x` holds 7 at [1, 3], but the model knows 0 to 6 there"
     assert bound.fault("x", sample[:1]) == ("", "")
-    assert bound.within(sample)[1].tolist() == [0, 0, 10**6, 0]
+    assert bound.within(sample).tolist() == [[999, 6, -123456, 6], [0, 0, 10**6, 0]]
 
 
 MOVED = '''"""parc program: role model, action reference"""
